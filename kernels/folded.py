@@ -1,0 +1,121 @@
+"""Exact attention by SDPA with the query heads of a group folded into rows.
+
+``repeat_kv`` copies K and V once per query head before SDPA. Here the ``G = Hq / Hkv`` heads that share a KV head become
+``G * T`` rows of one SDPA call instead, so the cache is read where it lies. On CPU the keys outside the live blocks are cut
+off as well, in multiples of the block that PyTorch's CPU flash kernel works in, which leaves every partial sum as it was.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from spec_compile.kernels.blocks import visible
+from spec_compile.kernels.reference import allocate_output
+
+# Key block of aten/src/ATen/native/cpu/FlashAttentionKernel.cpp; cuts at its multiples do not change a bit.
+_CPU_KEY_BLOCK = 512
+
+
+def _cpu_row_block(rows: int) -> int:
+    """Row block that the CPU flash kernel picks for this many query rows."""
+    return 256 if rows >= 768 else 64 if rows >= 192 else 32
+
+
+def _padding(folded_rows: int, rows: int) -> int:
+    """Rows to add so that the last row block is no shorter than ``rows``.
+
+    BLAS switches to another kernel, with another summation order, for very short blocks; a last block at least as tall as
+    the unfolded call stays on the kernel the unfolded call used.
+    """
+    block = _cpu_row_block(folded_rows)
+    tail = folded_rows % block
+    if folded_rows <= block or tail == 0 or tail >= rows:
+        return 0
+    extra = rows - tail
+    return extra if _cpu_row_block(folded_rows + extra) == block else 0
+
+
+def _live_range(ids: Tensor, count: Tensor, block_size: int, kv_len: int) -> tuple[int, int]:
+    """First and last key any row can see, widened to whole CPU key blocks. Reads the counts: CPU tensors only."""
+    counts = count[:, 0].tolist()
+    spans = [(ids[b, 0, 0].item(), ids[b, 0, n - 1].item()) for b, n in enumerate(counts) if n > 0]
+    if not spans:
+        return 0, min(kv_len, _CPU_KEY_BLOCK)
+    first = min(span[0] for span in spans) * block_size
+    last = (max(span[1] for span in spans) + 1) * block_size
+    first = int(first) // _CPU_KEY_BLOCK * _CPU_KEY_BLOCK
+    last = -(-int(last) // _CPU_KEY_BLOCK) * _CPU_KEY_BLOCK
+    return first, min(kv_len, last)
+
+
+def _fold_mask(mask: Tensor, kv_heads: int, group: int, rows: int) -> Tensor:
+    """``[B|1, 1|Hq, T|1, S]`` to ``[B|1, 1|Hkv, G * T, S]``."""
+    batch, heads, _, kv_len = mask.shape
+    if heads == 1:
+        mask = mask.unsqueeze(2).expand(batch, 1, group, rows, kv_len)
+        return mask.reshape(batch, 1, group * rows, kv_len)
+    return mask.expand(batch, heads, rows, kv_len).reshape(batch, kv_heads, group * rows, kv_len)
+
+
+def attention_folded(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    ids: Tensor | None,
+    count: Tensor | None,
+    full: Tensor | None,
+    block_size: int,
+    scale: float,
+    softcap: float,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Same arguments and result as :func:`spec_compile.kernels.library.attention`, for block lists of ``live_blocks``.
+
+    Rows that see nothing, and NaN in slots that are hidden but inside the live range, behave as in PyTorch's SDPA.
+    """
+    batch, heads, rows, dim = q.shape
+    kv_heads, kv_len, v_dim = k.shape[1], k.shape[2], v.shape[3]
+    group = heads // kv_heads
+    if ids is not None and count is not None and ids.device.type == "cpu":
+        first, last = _live_range(ids, count, block_size, kv_len)
+        k, v = k[:, :, first:last], v[:, :, first:last]
+        mask = None if mask is None else mask[..., first:last]
+    folded = q.reshape(batch, kv_heads, group * rows, dim)
+    if mask is not None and (group > 1 or mask.shape[2] != rows):
+        mask = _fold_mask(mask, kv_heads, group, rows)
+    if mask is not None and mask.dtype not in (torch.bool, q.dtype):
+        mask = torch.where(visible(mask), mask.to(q.dtype), -torch.inf)
+    if softcap > 0 or sinks is not None:
+        mixed = _capped(folded, k, v, mask, scale, softcap, sinks)
+    else:
+        extra = _padding(group * rows, rows) if q.device.type == "cpu" else 0
+        if extra:
+            folded = pad(folded, (0, 0, 0, extra))
+            if mask is not None:
+                mask = torch.cat([mask, mask[:, :, -1:].expand(-1, -1, extra, -1)], dim=2)
+        mixed = scaled_dot_product_attention(folded, k, v, attn_mask=mask, scale=scale)[:, :, : group * rows]
+    out = allocate_output(q, v_dim)
+    return out.copy_(mixed.reshape(batch, heads, rows, v_dim))
+
+
+def _capped(
+    folded: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float, sinks: Tensor | None
+) -> Tensor:
+    """Softmax attention over folded rows with score capping (gemma2) and learned sinks (gpt_oss), softmax in float32."""
+    batch, kv_heads, folded_rows, _ = folded.shape
+    scores = (folded @ k.transpose(-1, -2)).float() * scale
+    if softcap > 0:
+        scores = torch.tanh(scores / softcap) * softcap
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    if sinks is not None:
+        group = sinks.numel() // kv_heads
+        sink = sinks.float().view(1, kv_heads, group, 1).expand(batch, -1, -1, folded_rows // group)
+        scores = torch.cat([scores, sink.reshape(batch, kv_heads, folded_rows, 1)], dim=-1)
+    weights = torch.softmax(scores, dim=-1)
+    if sinks is not None:
+        weights = weights[..., :-1]
+    return weights.to(v.dtype) @ v

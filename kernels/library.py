@@ -1,0 +1,161 @@
+"""The operators of ``spec_compile``: schema, fake implementation and meaning. This file is the contract.
+
+Names carry a version: a changed meaning gets a new name, so that a compiled artefact on disk never meets a new body.
+All operators are functional (no argument is mutated, no result aliases an argument).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from spec_compile.kernels.blocks import live_blocks_reference
+from spec_compile.kernels.folded import attention_folded as _attention_folded
+from spec_compile.kernels.reference import allocate_output, attention_reference
+
+DEFAULT_BLOCK_SIZE = 64
+
+
+@torch.library.custom_op("spec_compile::live_blocks_v1", mutates_args=())
+def live_blocks(mask: Tensor, block_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """List the KV blocks that a verify forward has to read.
+
+    Args:
+        mask: ``[B|1, 1|Hq, T|1, S]``, bool (True = visible) or floating (added to the scores; values at or below half of
+            the dtype's minimum hide the key, every other value is a bias).
+        block_size: keys per block; the last block may be shorter.
+
+    Returns:
+        ``ids`` int32 ``[B|1, 1, NB]``: ascending blocks with a key that some head and row sees, padded with -1;
+        ``count`` int32 ``[B|1, 1]``: how many; ``full`` uint8 ``[B|1, NB]``: 1 where every mask entry of the block is
+        exactly True or 0, so that a kernel may skip loading the mask (0 for a shorter last block).
+    """
+    return live_blocks_reference(mask, block_size)
+
+
+@live_blocks.register_fake
+def _(mask: Tensor, block_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    torch._check(mask.dim() == 4, lambda: f"live_blocks: mask must be [B, H, T, S], got {tuple(mask.shape)}")
+    torch._check(block_size > 0, lambda: f"live_blocks: block_size must be positive, got {block_size}")
+    batch, num_blocks = mask.shape[0], (mask.shape[3] + block_size - 1) // block_size
+    return (
+        mask.new_empty(batch, 1, num_blocks, dtype=torch.int32),
+        mask.new_empty(batch, 1, dtype=torch.int32),
+        mask.new_empty(batch, num_blocks, dtype=torch.uint8),
+    )
+
+
+def _check_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None) -> None:
+    torch._check(q.dim() == k.dim() == v.dim() == 4, lambda: "attention: q, k and v must be 4-D")
+    torch._check(q.shape[3] == k.shape[3], lambda: f"attention: head dim of q {q.shape[3]} and of k {k.shape[3]} differ")
+    torch._check(k.shape[1] == v.shape[1], lambda: f"attention: KV heads of k {k.shape[1]} and of v {v.shape[1]} differ")
+    torch._check(
+        q.shape[1] % k.shape[1] == 0,
+        lambda: f"attention: {q.shape[1]} query heads are not a multiple of {k.shape[1]} KV heads",
+    )
+    torch._check(q.dtype == k.dtype == v.dtype, lambda: f"attention: dtypes differ: {q.dtype}, {k.dtype}, {v.dtype}")
+    if mask is not None:
+        torch._check(mask.dim() == 4, lambda: f"attention: mask must be [B, H, T, S], got {tuple(mask.shape)}")
+    if sinks is not None:
+        torch._check(sinks.dim() == 1, lambda: "attention: sinks must be [Hq]")
+
+
+def _fake_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    ids: Tensor | None,
+    count: Tensor | None,
+    full: Tensor | None,
+    block_size: int,
+    scale: float,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    _check_attention(q, k, v, mask, sinks)
+    return allocate_output(q, v.shape[3])
+
+
+@torch.library.custom_op("spec_compile::attention_v1", mutates_args=())
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    ids: Tensor | None,
+    count: Tensor | None,
+    full: Tensor | None,
+    block_size: int,
+    scale: float,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention of T draft rows over the listed blocks of a KV cache.
+
+    ``softmax(softcap * tanh(scale * q k^T / softcap) + mask) v`` in float32, restricted to visible keys of listed blocks.
+
+    Args:
+        q: ``[B, Hq, T, D]``, float32, float16, bfloat16 or float64, any strides.
+        k, v: cache tensors ``[B, Hkv, S, D]`` and ``[B, Hkv, S, Dv]``, not repeated, real strides; query head ``h`` reads
+            KV head ``h // (Hq / Hkv)``.
+        mask: as for :func:`live_blocks`, or None where every row sees every key.
+        ids, count, full: from :func:`live_blocks` (or a selection: ids ``[B|1, Hkv|1, K]``, count ``[B|1, Hkv|1]``);
+            None means every block, none of them known to be full.
+        block_size: keys per block of ``ids``.
+        scale: multiplies the scores.
+        softcap: cap of the scores (Gemma 2), 0 for none.
+        sinks: ``[Hq]`` learned logits that take part in the softmax and are then dropped (gpt-oss), or None.
+
+    Returns:
+        ``[B, Hq, T, Dv]`` in q's dtype, laid out as ``[B, T, Hq, Dv]``. A row that sees no key is zero; slots that no row
+        sees never reach the result, NaN included.
+    """
+    return attention_reference(q, k, v, mask, ids, count, full, block_size, scale, softcap, sinks)
+
+
+attention.register_fake(_fake_attention)
+
+
+@torch.library.custom_op("spec_compile::attention_folded_v1", mutates_args=())
+def attention_folded(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    ids: Tensor | None,
+    count: Tensor | None,
+    full: Tensor | None,
+    block_size: int,
+    scale: float,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Lowering of :func:`attention` to PyTorch's SDPA with query heads folded into rows; exact lists only.
+
+    ``ids`` and ``count`` must come from :func:`live_blocks` (one list for all heads): on CPU they bound the keys that are
+    read, elsewhere they are ignored.
+    """
+    return _attention_folded(q, k, v, mask, ids, count, full, block_size, scale, softcap, sinks)
+
+
+attention_folded.register_fake(_fake_attention)
+
+
+@torch.library.custom_op("spec_compile::dense_attention_v1", mutates_args=())
+def dense_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float = 0.0, sinks: Tensor | None = None
+) -> Tensor:
+    """Marker that the optional model hooks emit: dense attention with un-repeated K and V.
+
+    The detector turns it into :func:`live_blocks` and :func:`attention`; left alone it computes the same.
+    """
+    return _attention_folded(q, k, v, mask, None, None, None, DEFAULT_BLOCK_SIZE, scale, softcap, sinks)
+
+
+@dense_attention.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float = 0.0, sinks: Tensor | None = None
+) -> Tensor:
+    _check_attention(q, k, v, mask, sinks)
+    return allocate_output(q, v.shape[3])

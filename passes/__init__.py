@@ -1,0 +1,13 @@
+if __name__ != "spec_compile.passes":
+    raise ImportError("import spec_compile.passes; the folder 'passes' is mapped into the package and is not importable by itself")
+
+# Importing the modules registers the passes.
+from spec_compile.passes import (
+    canonicalize,
+    check_rewrite,
+    detect_attention,
+    lower_attention,
+    share_mask_work,
+)
+
+__all__ = ["canonicalize", "check_rewrite", "detect_attention", "lower_attention", "share_mask_work"]

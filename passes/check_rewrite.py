@@ -1,0 +1,40 @@
+"""CheckRewrite: what must hold of every rewritten graph before it is compiled.
+
+Raises on a defect of ours (a lost cache write, a value whose shape, dtype or device changed); never on user input.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import GraphModule
+
+from spec_compile.passes.base import Pass, PassContext, PassReport, Stage, register_pass
+from spec_compile.passes.nodes import mutated_arguments, tensor
+
+
+class RewriteDefect(AssertionError):
+    """The rewritten graph breaks an invariant; the original graph must be used instead."""
+
+
+def mutations(gm: GraphModule) -> list[str]:
+    """Targets of all calls that write an argument, in order: a rewrite must keep this list."""
+    return [str(node.target) for node in gm.graph.nodes if mutated_arguments(node) and not node.meta.get("spec_compile")]
+
+
+@register_pass("check_rewrite", Stage.CHECK)
+class CheckRewrite(Pass):
+    """Every value of ours is a plain fake tensor on its operands' device, and every attention found is accounted for."""
+
+    def run(self, gm: GraphModule, ctx: PassContext) -> PassReport:
+        report = self.report()
+        ops = torch.ops.spec_compile
+        targets = (ops.attention_v1.default, ops.attention_folded_v1.default)
+        calls = [node for node in gm.graph.nodes if node.target in targets]
+        expected = sum(bool(found) for found in ctx.attentions)
+        if len(calls) != expected:
+            raise RewriteDefect(f"{expected} attentions were proven, {len(calls)} are in the graph")
+        for node in calls:
+            q, v, out = tensor(node.args[0]), tensor(node.args[2]), tensor(node)
+            if q is None or v is None or out is None or out.device != v.device or out.dtype != q.dtype:
+                raise RewriteDefect(f"{node.name} has lost its value, dtype or device")
+        return report

@@ -1,0 +1,189 @@
+"""Questions about single nodes of a pre-dispatch ATen graph: operator families, values, aliases, names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+aten = torch.ops.aten
+
+
+def packet(node: Node) -> Any:
+    """The overload packet a call runs (``aten.add``), in-place spellings folded into the functional one; else None."""
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return None
+    found = node.target.overloadpacket
+    name = node.target._schema.name.split("::")[-1]
+    if node.target.namespace == "aten" and name.endswith("_") and not name.startswith("_"):
+        return getattr(aten, name[:-1], found)
+    return found
+
+
+def is_call(node: Any, *packets: Any) -> bool:
+    return isinstance(node, Node) and packet(node) in packets
+
+
+def argument(node: Node, name: str, default: Any = None) -> Any:
+    """Argument of an ATen call by schema name, positional or keyword."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return node.kwargs.get(name, default)
+    for position, entry in enumerate(node.target._schema.arguments):
+        if entry.name == name:
+            if position < len(node.args):
+                return node.args[position]
+            value = node.kwargs.get(name, entry.default_value if entry.has_default_value() else default)
+            return default if value is None else value
+    return default
+
+
+def value(node: Any) -> Any:
+    return node.meta.get("val") if isinstance(node, Node) else None
+
+
+def tensor(node: Any) -> Tensor | None:
+    found = value(node)
+    return found if isinstance(found, Tensor) else None
+
+
+def shape(node: Any) -> tuple[Any, ...]:
+    """Shape of a node's tensor value; entries may be SymInts. ``()`` where it has none."""
+    found = tensor(node)
+    return tuple(found.shape) if found is not None else ()
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two sizes are equal for every admissible value of their symbols; never adds a guard."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a == b
+    return statically_known_true(a == b)
+
+
+def hint(size: Any) -> int | None:
+    """The size seen while tracing, without adding a guard; None where there is none."""
+    if isinstance(size, int):
+        return size
+    node = getattr(size, "node", None)
+    found = getattr(node, "hint", None)
+    return int(found) if found is not None else None
+
+
+def scalar(arg: Any) -> float | None:
+    """A number known at compile time: a Python number or a 0-d ``aten.full`` / ``scalar_tensor``."""
+    if isinstance(arg, bool):
+        return None
+    if isinstance(arg, int | float):
+        return float(arg)
+    if is_call(arg, aten.full) and list(arg.args[0]) == [] and isinstance(arg.args[1], int | float):
+        return float(arg.args[1])
+    if is_call(arg, aten.scalar_tensor) and isinstance(arg.args[0], int | float):
+        return float(arg.args[0])
+    if is_call(arg, aten.to, aten._to_copy, aten.lift_fresh_copy, aten.detach, aten.alias) and shape(arg) == ():
+        return scalar(arg.args[0])
+    if isinstance(arg, Node) and arg.op == "get_attr" and isinstance(arg.target, str):
+        owner = arg.graph.owning_module
+        held = getattr(owner, arg.target, None) if owner is not None else None
+        if isinstance(held, Tensor) and held.dim() == 0 and type(held) is Tensor and held.device.type == "cpu":
+            return float(held)
+    return None
+
+
+def mutated_arguments(node: Node) -> list[Node]:
+    """Nodes whose storage this call writes."""
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return []
+    if node.target is aten.detach_.default:  # writes no data
+        return []
+    found: list[Node] = []
+    for position, entry in enumerate(node.target._schema.arguments):
+        if entry.alias_info is None or not entry.alias_info.is_write:
+            continue
+        arg = node.args[position] if position < len(node.args) else node.kwargs.get(entry.name)
+        for item in arg if isinstance(arg, list | tuple) else [arg]:
+            if isinstance(item, Node):
+                found.append(item)
+    return found
+
+
+# Functional writes return the written tensor: a reader of the result reads the cache after the write.
+FUNCTIONAL_WRITES = (aten.index_copy, aten.index_put, aten.scatter, aten.slice_scatter, aten.copy, aten._index_put_impl)
+
+
+def alias_parent(node: Node) -> Node | None:
+    """The node whose storage this node's value shares (or continues, for a functional cache write)."""
+    if node.op != "call_function":
+        return None
+    if not isinstance(node.target, torch._ops.OpOverload):
+        is_item = getattr(node.target, "__name__", "") == "getitem" and isinstance(node.args[0], Node)
+        return node.args[0] if is_item and tensor(node.args[0]) is None else None
+    written = mutated_arguments(node)
+    if written:
+        return written[0]
+    if packet(node) in FUNCTIONAL_WRITES:
+        return node.args[0] if isinstance(node.args[0], Node) else None
+    returns = node.target._schema.returns
+    arguments = node.target._schema.arguments
+    if returns and returns[0].alias_info is not None and arguments and arguments[0].alias_info is not None:
+        return node.args[0] if node.args and isinstance(node.args[0], Node) else None
+    if is_call(node, aten.reshape, aten.contiguous, aten.to, aten.flatten, aten.squeeze, aten.expand, aten.unflatten):
+        return node.args[0] if isinstance(node.args[0], Node) else None
+    return None
+
+
+def alias_root(node: Node) -> Node:
+    """Follow :func:`alias_parent` to the node that owns the storage (an input, or the call that allocated it)."""
+    parent = alias_parent(node)
+    while parent is not None:
+        node, parent = parent, alias_parent(parent)
+    return node
+
+
+def writes_by_root(graph: Graph) -> dict[Node, list[Node]]:
+    """For each storage owner, the calls that write it, in graph order; functional cache writes included."""
+    found: dict[Node, list[Node]] = {}
+    for node in graph.nodes:
+        if packet(node) in FUNCTIONAL_WRITES and isinstance(node.args[0], Node):
+            found.setdefault(alias_root(node.args[0]), []).append(node)
+        for written in mutated_arguments(node):
+            found.setdefault(alias_root(written), []).append(node)
+    return found
+
+
+def ancestors(node: Node, limit: int) -> Iterator[Node]:
+    """Up to ``limit`` nodes that ``node`` depends on, nearest first."""
+    seen, queue = {node}, [node]
+    while queue and limit > 0:
+        for parent in queue.pop(0).all_input_nodes:
+            if parent not in seen:
+                seen.add(parent)
+                queue.append(parent)
+                limit -= 1
+                yield parent
+
+
+def layer_name(node: Node) -> str | None:
+    """Module path of the call, e.g. ``model.layers.3.self_attn``; None outside any module."""
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return None
+    path = str(list(stack.values())[-1][0])
+    path = re.sub(r"^L\['\w+'\](\[\d+\])?\.?", "", path)
+    path = re.sub(r"\._modules\['([^']+)'\]", r".\1", path).replace("[", ".").replace("]", "")
+    return path.strip(".") or None
+
+
+def source_line(node: Node) -> str | None:
+    """``file:line: code`` of the innermost frame that produced the call."""
+    trace = node.meta.get("stack_trace")
+    if not trace:
+        return None
+    frames = re.findall(r'File "([^"]+)", line (\d+), in \w+\n\s+(.+)', trace)
+    if not frames:
+        return None
+    file, line, code = frames[-1]
+    return f"{'/'.join(file.rsplit('/', 2)[-2:])}:{line}: {code.strip()}"

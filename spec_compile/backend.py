@@ -1,0 +1,165 @@
+"""The ``torch.compile`` backend ``spec_compile``: classify, capture, rewrite, compile; pass through what is not ours."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from spec_compile import _compat
+from spec_compile.capture import dynamo_to_aten
+from spec_compile.classify import GraphKind, classify
+from spec_compile.errors import StrictError
+from spec_compile.logs import logger
+from spec_compile.options import Options, disabled
+from spec_compile.passes.base import PassContext
+from spec_compile.passes.nodes import hint
+from spec_compile.pipeline import run_passes
+from spec_compile.report import RewriteReport, remember
+
+
+def spec_compile_backend(
+    gm: GraphModule, example_inputs: list[Any], *, options: dict[str, Any] | None = None, mode: str | None = None
+) -> Callable[..., Any]:
+    """Entry point of ``torch.compile(model, backend="spec_compile", options={...})``.
+
+    Args:
+        gm, example_inputs: from Dynamo.
+        options: see :class:`spec_compile.options.Options`.
+        mode: None, ``default`` or ``reduce-overhead`` (CUDA graphs).
+
+    Raises:
+        OptionsError, PlanError, StrictError: see there.
+    """
+    _compat.check_installed("torch")
+    if disabled():
+        return gm.forward
+    return compile_graph(gm, example_inputs, Options.parse(options, mode))
+
+
+def compile_graph(gm: GraphModule, example_inputs: list[Any], options: Options) -> Callable[..., Any]:
+    """Compile one Dynamo graph; always leaves a :class:`RewriteReport` behind."""
+    report = RewriteReport(inputs=len(example_inputs))
+    try:
+        return _compile(gm, example_inputs, options, report)
+    finally:
+        remember(report)
+        logger.debug("%s", report)
+        if options.on_report is not None:
+            options.on_report(report)
+
+
+def _compile(gm: GraphModule, example_inputs: list[Any], options: Options, report: RewriteReport) -> Callable[..., Any]:
+    kind = classify(gm, options.max_q_len)
+    report.q_len, report.kv_len = hint(kind.q_len) or 0, hint(kind.kv_len) or 0
+    report.dynamic = kind.q_len is not None and not isinstance(kind.q_len, int)
+    refusal = _why_not(kind, example_inputs)
+    if refusal is not None:
+        return _pass_through(gm, report, refusal, kind, options)
+    _check_recompile_limit(options)
+    rewritten = _rewrite(gm, example_inputs, options, report)
+    report.static_inputs = _count_static(rewritten)
+    _say_what_happened(report, options)
+    if options.codegen == "eager":
+        return rewritten.forward
+    return _inductor(rewritten, example_inputs, options, report)
+
+
+def _why_not(kind: GraphKind, example_inputs: list[Any]) -> str | None:
+    """Reason to run the graph as Dynamo gave it, or None."""
+    if not kind.verify:
+        return kind.reason
+    tensors = [x for x in example_inputs if isinstance(x, torch.Tensor)]
+    odd = next((x for x in tensors if not _compat.is_plain_tensor(x)), None)
+    if odd is not None:
+        return f"an input is a {type(odd).__name__}: sharded or quantised tensors are not supported yet"
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        return "gradients are enabled and a parameter requires them: call under torch.inference_mode() or torch.no_grad()"
+    return None
+
+
+def _pass_through(gm: GraphModule, report: RewriteReport, reason: str, kind: GraphKind, options: Options) -> Callable[..., Any]:
+    report.kind, report.reason = "passed through", reason
+    if kind.verify:
+        _complain(f"verify forward passed through: {reason}", options)
+    elif kind.has_linear and not kind.attentions:
+        _complain(f"0 attentions rewritten: {reason}. After a graph break each piece is compiled by itself.", options)
+    else:
+        logger.info("passed through: %s", reason)
+    return gm.forward
+
+
+def _rewrite(gm: GraphModule, example_inputs: list[Any], options: Options, report: RewriteReport) -> GraphModule:
+    start = time.perf_counter()
+    captured = dynamo_to_aten(gm, example_inputs)
+    report.seconds["capture"] = time.perf_counter() - start
+    start = time.perf_counter()
+    ctx = PassContext(
+        max_q_len=options.max_q_len,
+        block_size=options.block_size,
+        lowering=options.lowering,
+        need_static_cache=options.cudagraphs and _on_cuda(example_inputs),
+    )
+    keep_code = options.on_report is not None and getattr(options.on_report, "keep_code", False)
+    rewritten = run_passes(captured, ctx, report, options.dump, keep_code)
+    report.seconds["passes"] = time.perf_counter() - start
+    return rewritten
+
+
+def _on_cuda(example_inputs: list[Any]) -> bool:
+    return any(isinstance(x, torch.Tensor) and x.device.type == "cuda" for x in example_inputs)
+
+
+def _say_what_happened(report: RewriteReport, options: Options) -> None:
+    refused = report.refused
+    if not report.rewritten:
+        reasons = "; ".join(dict.fromkeys(entry.reason for entry in refused)) or "no attention was recognised"
+        _complain(f"0 attentions rewritten: {reasons}", options)
+    elif refused and options.strict:
+        raise StrictError(f"{len(refused)} of {len(report.attentions)} attentions refused: {refused[0].layer}: {refused[0].reason}")
+    for entry in refused:
+        logger.info("%s refused: %s", entry.layer, entry.reason)
+
+
+def _complain(text: str, options: Options) -> None:
+    if options.strict:
+        raise StrictError(text)
+    logger.warning(text)
+
+
+def _check_recompile_limit(options: Options) -> None:
+    """Past Dynamo's limit calls run eagerly without us; say so at the last compilation before it."""
+    found = _compat.compile_id()
+    limit = torch._dynamo.config.recompile_limit
+    attempt = getattr(found, "frame_compile_id", None)
+    if attempt is not None and attempt + 1 >= limit:
+        _complain(
+            f"this is compilation {attempt + 1} of {limit} allowed by torch._dynamo.config.recompile_limit: further new "
+            "shapes would run eagerly, without spec_compile. Use one cache length and a fixed batch, or raise the limit.",
+            options,
+        )
+
+
+def _count_static(gm: GraphModule) -> int:
+    marked = 0
+    for node in gm.graph.find_nodes(op="placeholder"):
+        marked += bool(node.meta.get("tensor_dict", {}).get("_dynamo_static_input_type"))
+    return marked
+
+
+def _inductor(gm: GraphModule, example_inputs: list[Any], options: Options, report: RewriteReport) -> Callable[..., Any]:
+    from torch._inductor.compile_fx import compile_fx
+
+    patches: dict[str, Any] = {}
+    if options.cudagraphs:
+        if _on_cuda(example_inputs):
+            patches["triton.cudagraphs"] = True
+        else:
+            report.notes.append("cudagraphs has no effect on CPU")
+    start = time.perf_counter()
+    compiled = compile_fx(gm, example_inputs, config_patches=patches or None)
+    report.seconds["codegen"] = time.perf_counter() - start
+    return compiled  # type: ignore[no-any-return]

@@ -1,0 +1,92 @@
+"""Is this graph a verify forward? Decided on Dynamo's graph, before the cost of a retrace.
+
+A verify forward has 1..``max_q_len`` query rows and reads a cache longer than that. Where the row count is symbolic the
+decision is made on its hint and then installed as a guard, so that a later prefill cannot run through the verify graph, nor
+a later verify through a graph that was passed through.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from spec_compile.passes.nodes import hint
+
+_SOFTMAX_NAMES = ("softmax", "_safe_softmax", "_softmax")
+_LINEAR_NAMES = ("linear", "matmul", "bmm", "mm", "addmm", "baddbmm", "einsum")
+
+
+@dataclass(frozen=True)
+class GraphKind:
+    """``verify`` with sizes, or the reason why the graph is passed through; sizes may be symbolic."""
+
+    verify: bool
+    reason: str = ""
+    q_len: Any = None
+    kv_len: Any = None
+    attentions: int = 0
+    has_linear: bool = False
+
+
+def classify(gm: GraphModule, max_q_len: int) -> GraphKind:
+    """Classify a Dynamo graph and install the guard that keeps the classification true."""
+    pairs: list[tuple[Any, Any]] = []
+    has_linear = False
+    for node in gm.graph.nodes:
+        if node.op not in ("call_function", "call_method"):
+            continue
+        has_linear = has_linear or _name(node) in _LINEAR_NAMES
+        pair = _rows_and_keys(node)
+        if pair is not None and None not in (hint(pair[0]), hint(pair[1])):
+            pairs.append(pair)
+    if not pairs:
+        return GraphKind(False, "no attention in this graph", has_linear=has_linear)
+    fitting = [(rows, keys) for rows, keys in pairs if _fits(rows, keys, max_q_len)]
+    if fitting:
+        rows, keys = fitting[0]
+        _guard(rows <= max_q_len)
+        _guard(rows < keys)
+        return GraphKind(True, "", rows, keys, len(fitting), has_linear)
+    rows, keys = pairs[0]
+    if (hint(rows) or 0) > max_q_len:
+        _guard(rows > max_q_len)
+        return GraphKind(False, f"prefill: q_len {hint(rows)} is above max_q_len {max_q_len}", rows, keys, len(pairs), has_linear)
+    reason = f"no cache behind the rows: q_len {hint(rows)}, kv_len {hint(keys)}"
+    return GraphKind(False, reason, rows, keys, len(pairs), has_linear)
+
+
+def _fits(rows: Any, keys: Any, max_q_len: int) -> bool:
+    seen_rows, seen_keys = hint(rows), hint(keys)
+    return seen_rows is not None and seen_keys is not None and 1 <= seen_rows <= max_q_len and seen_keys > seen_rows
+
+
+def _guard(holds: Any) -> None:
+    # Evaluating a symbolic comparison records it as a guard of the compilation in progress.
+    assert bool(holds)
+
+
+def _name(node: Node) -> str:
+    if isinstance(node.target, str):
+        return node.target
+    name = getattr(node.target, "__name__", str(node.target))
+    return name.split(".")[0]
+
+
+def _example(arg: Any) -> torch.Tensor | None:
+    found = arg.meta.get("example_value", arg.meta.get("val")) if isinstance(arg, Node) else None
+    return found if isinstance(found, torch.Tensor) else None
+
+
+def _rows_and_keys(node: Node) -> tuple[Any, Any] | None:
+    name = _name(node)
+    if name in ("scaled_dot_product_attention", "dense_attention_v1"):
+        q = _example(node.args[0] if node.args else node.kwargs.get("query"))
+        k = _example(node.args[1] if len(node.args) > 1 else node.kwargs.get("key"))
+        return (q.shape[-2], k.shape[-2]) if q is not None and k is not None and q.dim() >= 3 else None
+    if name in _SOFTMAX_NAMES and node.args:
+        scores = _example(node.args[0])
+        return (scores.shape[-2], scores.shape[-1]) if scores is not None and scores.dim() >= 3 else None
+    return None

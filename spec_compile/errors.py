@@ -1,0 +1,31 @@
+"""Errors a user can meet. Each message names the field and the remedy."""
+
+from __future__ import annotations
+
+
+class SpecCompileError(Exception):
+    """Base of all errors raised by spec_compile."""
+
+
+class OptionsError(SpecCompileError, ValueError):
+    """A backend option or argument has an unknown name or a bad value."""
+
+
+class PlanError(SpecCompileError, ValueError):
+    """A sparsity plan is malformed; the message names section and field."""
+
+
+class PlanNotYetError(PlanError, NotImplementedError):
+    """A valid plan asks for something this version cannot do yet."""
+
+
+class CacheError(SpecCompileError, ValueError):
+    """A KV cache is of the wrong kind, too short, or not initialised as compilation needs it."""
+
+
+class StrictError(SpecCompileError, RuntimeError):
+    """Raised under ``strict=True`` where the default would warn and carry on."""
+
+
+class VersionError(SpecCompileError, ImportError):
+    """An installed dependency is outside the supported range."""

@@ -1,0 +1,332 @@
+"""Sparsity plans: what may be approximated, where, and by how much. The default plan is exact.
+
+The vocabulary is the one serving engines use: ``budget``, ``block_size``, ``sink``, ``recent``, ``index_topk_freq``,
+``index_skip_topk_offset`` and ``index_topk_pattern`` (vLLM, TensorRT-LLM), ``expert_budget``. The method is that of
+"Accelerate Speculative Decoding with Sparse Computation in Verification" (arXiv 2512.21911).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import tempfile
+import types
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from spec_compile.errors import PlanError, PlanNotYetError
+
+SCHEMA_VERSION = 1
+
+
+def _check(ok: bool, where: str, text: str) -> None:
+    if not ok:
+        raise PlanError(f"plan.{where}: {text}")
+
+
+def _positive(value: int | None, where: str) -> None:
+    _check(value is None or value >= 1, where, f"must be at least 1, got {value}")
+
+
+def _fraction(value: float | None, where: str) -> None:
+    _check(value is None or 0.0 <= value <= 1.0, where, f"must lie in 0..1, got {value}")
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """Block-sparse attention over the KV cache.
+
+    Attributes:
+        budget: keys read per KV head: an int counts tokens, a float in (0, 1] is a fraction of the live keys, None reads all.
+        budget_floor: L0 of the paper's law ``floor((L - L0) * rho + L0)``, with ``budget`` as rho; tokens.
+        block_size: keys per block: 8, 16, 32, 64 or 128.
+        sink, recent: leading and trailing blocks that are always kept.
+        min_context: live keys below which every block is read; tokens.
+        representative: what stands for a block: ``mean``, ``min_max`` or ``exact`` (softmax mass).
+        query: which draft rows score: ``first``, ``first_last``, ``all`` or ``mean``.
+        heads: ``own`` selection per KV head, or ``pooled`` over them.
+        joint: one contest over (head, block) pairs instead of one per head.
+        index_topk_freq, index_skip_topk_offset, index_topk_pattern, anchors: which layers select and which reuse; give
+            at most one of frequency, pattern (``"SFFS"``: S selects, F follows) and explicit anchors.
+        include, exclude: layer indices; ``dense_first`` leading layers stay dense.
+    """
+
+    budget: int | float | None = None
+    budget_floor: int | None = None
+    block_size: int = 64
+    sink: int = 1
+    recent: int = 2
+    min_context: int = 0
+    representative: str = "mean"
+    query: str = "first"
+    heads: str = "own"
+    joint: bool = False
+    index_topk_freq: int | None = None
+    index_skip_topk_offset: int | None = None
+    index_topk_pattern: str | None = None
+    anchors: tuple[int, ...] | None = None
+    include: tuple[int, ...] | None = None
+    exclude: tuple[int, ...] = ()
+    dense_first: int = 0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.budget, float):
+            _check(0.0 < self.budget <= 1.0, "attention.budget", f"a fraction must lie in (0, 1], got {self.budget}")
+        else:
+            _positive(self.budget, "attention.budget")
+        _positive(self.budget_floor, "attention.budget_floor")
+        _check(
+            self.budget_floor is None or isinstance(self.budget, float),
+            "attention.budget_floor", "needs a fractional budget (rho)",
+        )  # fmt: skip
+        sizes = (8, 16, 32, 64, 128)
+        _check(self.block_size in sizes, "attention.block_size", f"must be one of {sizes}, got {self.block_size}")
+        for name in ("sink", "recent", "min_context", "dense_first"):
+            _check(getattr(self, name) >= 0, f"attention.{name}", f"must not be negative, got {getattr(self, name)}")
+        for name, allowed in (
+            ("representative", ("mean", "min_max", "exact")),
+            ("query", ("first", "first_last", "all", "mean")),
+            ("heads", ("own", "pooled")),
+        ):
+            found = getattr(self, name)
+            _check(found in allowed, f"attention.{name}", f"must be one of {allowed}, got {found!r}")
+        _positive(self.index_topk_freq, "attention.index_topk_freq")
+        offset = self.index_skip_topk_offset
+        _check(offset is None or offset >= 0, "attention.index_skip_topk_offset", f"must not be negative, got {offset}")
+        pattern = self.index_topk_pattern
+        if pattern is not None:
+            _check(
+                bool(pattern) and set(pattern) <= set("SF"),
+                "attention.index_topk_pattern", f"must be a string of S and F, got {pattern!r}",
+            )  # fmt: skip
+            _check(pattern[0] == "S", "attention.index_topk_pattern", f"layer 0 must select (S), got {pattern!r}")
+        given = [n for n in ("index_topk_freq", "index_topk_pattern", "anchors") if getattr(self, n) is not None]
+        _check(len(given) <= 1, "attention", f"{' and '.join(given)} exclude each other")
+        for name in ("anchors", "include", "exclude"):
+            layers = getattr(self, name)
+            if layers is not None:
+                object.__setattr__(self, name, tuple(layers))
+                _check(all(layer >= 0 for layer in layers), f"attention.{name}", f"layers count from 0, got {layers}")
+
+    @property
+    def exact(self) -> bool:
+        return self.budget is None
+
+
+@dataclass(frozen=True)
+class FfnPlan:
+    """Sparse gated FFN.
+
+    Attributes:
+        threshold: skip channels with ``|act| < threshold`` (the paper's tau), or ``"auto"`` to measure whether it pays.
+        budget: fraction of channels kept, chosen jointly over the draft rows.
+        include, exclude: layer indices.
+    """
+
+    threshold: float | str | None = None
+    budget: float | None = None
+    include: tuple[int, ...] | None = None
+    exclude: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if isinstance(self.threshold, str):
+            _check(self.threshold == "auto", "ffn.threshold", f"must be a number or 'auto', got {self.threshold!r}")
+        elif self.threshold is not None:
+            _check(self.threshold >= 0, "ffn.threshold", f"must not be negative, got {self.threshold}")
+        _fraction(self.budget, "ffn.budget")
+        _check(self.threshold is None or self.budget is None, "ffn", "threshold and budget exclude each other")
+        for name in ("include", "exclude"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, tuple(getattr(self, name)))
+
+    @property
+    def exact(self) -> bool:
+        return self.budget is None and self.threshold in (None, 0, 0.0)
+
+
+@dataclass(frozen=True)
+class MoePlan:
+    """Expert skipping.
+
+    Attributes:
+        skip: at most this many of a row's lowest experts may be dropped (the paper's m).
+        betas: per layer, the share of gate mass below which they are dropped (from calibration).
+        ratio: drop experts whose weight is below this ratio to the row's top weight.
+        top_k: static number of experts kept per row (the baseline).
+        expert_budget: distinct experts over all draft rows.
+        substitute: replace a dropped expert by the row's best one within the budget.
+        renormalize: None follows the model.
+    """
+
+    skip: int | None = None
+    betas: tuple[float, ...] | None = None
+    ratio: float | None = None
+    top_k: int | None = None
+    expert_budget: int | None = None
+    substitute: bool = False
+    renormalize: bool | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("skip", "top_k", "expert_budget"):
+            _positive(getattr(self, name), f"moe.{name}")
+        _fraction(self.ratio, "moe.ratio")
+        if self.betas is not None:
+            object.__setattr__(self, "betas", tuple(self.betas))
+            for layer, beta in enumerate(self.betas):
+                _fraction(beta, f"moe.betas[{layer}]")
+        _check((self.skip is None) == (self.betas is None), "moe.betas", "skip and betas go together")
+        _check(not self.substitute or self.expert_budget is not None, "moe.substitute", "needs expert_budget")
+
+    @property
+    def exact(self) -> bool:
+        return all(getattr(self, n) is None for n in ("skip", "ratio", "top_k", "expert_budget"))
+
+
+@dataclass(frozen=True)
+class AuditPlan:
+    """The lossless mode: sparse steps run ahead, one dense verify over the pending tokens checks them.
+
+    Attributes:
+        window: pending tokens after which a dense verify audits; 2..32.
+        margin: top-1 logit margin below which a position forces an audit; None for none.
+    """
+
+    window: int = 32
+    margin: float | None = None
+
+    def __post_init__(self) -> None:
+        _check(2 <= self.window <= 32, "audit.window", f"must lie in 2..32, got {self.window}")
+        _check(self.margin is None or self.margin >= 0, "audit.margin", f"must not be negative, got {self.margin}")
+
+
+@dataclass(frozen=True)
+class SparsityPlan:
+    """A whole plan: one section per axis, each None where that axis is exact.
+
+    JSON round trip by :meth:`save` and :meth:`load`; unknown keys are errors.
+    """
+
+    attention: AttentionPlan | None = None
+    ffn: FfnPlan | None = None
+    moe: MoePlan | None = None
+    audit: AuditPlan | None = None
+    version: int = field(default=SCHEMA_VERSION)
+
+    def __post_init__(self) -> None:
+        _check(
+            self.version == SCHEMA_VERSION,
+            "version", f"this version reads schema {SCHEMA_VERSION}, the plan has {self.version}",
+        )  # fmt: skip
+
+    @property
+    def exact(self) -> bool:
+        """Whether the plan approximates nothing."""
+        return all(part is None or part.exact for part in (self.attention, self.ffn, self.moe))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types; sections that are None are left out."""
+        raw = dataclasses.asdict(self)
+        return {key: value for key, value in raw.items() if value is not None}
+
+    @classmethod
+    def from_dict(cls, raw: Any) -> SparsityPlan:
+        """Read :meth:`to_dict`'s form.
+
+        Raises:
+            PlanError: unknown key, wrong type or bad value; the message names the field.
+        """
+        return _read(cls, raw, "plan")
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write JSON; the file is replaced whole or not at all."""
+        target = Path(path)
+        handle, name = tempfile.mkstemp(dir=target.parent, prefix=target.name, suffix=".part")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                json.dump(self.to_dict(), file, indent=2)
+                file.write("\n")
+            os.replace(name, target)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> SparsityPlan:
+        """Read a plan file.
+
+        Raises:
+            PlanError: the file is missing, is not JSON, or is not a valid plan.
+        """
+        try:
+            raw = json.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise PlanError(f"plan file {os.fspath(path)}: {error.strerror or error}") from None
+        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise PlanError(f"plan file {os.fspath(path)} is not JSON: {error}") from None
+        return cls.from_dict(raw)
+
+    @classmethod
+    def coerce(cls, given: Any) -> SparsityPlan:
+        """A plan from None (exact), a plan, a dict or a path."""
+        if given is None:
+            return cls()
+        if isinstance(given, cls):
+            return given
+        if isinstance(given, str | os.PathLike):
+            return cls.load(given)
+        return cls.from_dict(given)
+
+    def require_supported(self) -> None:
+        """
+        Raises:
+            PlanNotYetError: the plan approximates something; this version runs exact plans only.
+        """
+        sections = [n for n in ("attention", "ffn", "moe") if (p := getattr(self, n)) is not None and not p.exact]
+        if sections:
+            raise PlanNotYetError(
+                f"plan.{sections[0]} asks for sparsity, which this version does not run yet: only exact plans take effect. "
+                f"Drop the section{'s' if len(sections) > 1 else ''} {', '.join(sections)} to run exactly."
+            )
+
+
+_SECTIONS = {"attention": AttentionPlan, "ffn": FfnPlan, "moe": MoePlan, "audit": AuditPlan}
+
+
+def _read(cls: Any, raw: Any, where: str) -> Any:
+    if not isinstance(raw, dict):
+        raise PlanError(f"{where}: must be an object with keys, got {type(raw).__name__}")
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    unknown = [key for key in raw if key not in fields]
+    if unknown:
+        raise PlanError(f"{where}: unknown key {unknown[0]!r}; known keys are {', '.join(fields)}")
+    hints = typing.get_type_hints(cls)
+    values: dict[str, Any] = {}
+    for key, given in raw.items():
+        if cls is SparsityPlan and key in _SECTIONS and isinstance(given, dict):
+            given = _read(_SECTIONS[key], given, f"{where}.{key}")
+        elif isinstance(given, list):
+            given = tuple(given)
+        if not _fits(given, hints[key]):
+            raise PlanError(f"{where}.{key}: expected {_spell(hints[key])}, got {given!r}")
+        values[key] = given
+    return cls(**values)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    origin = typing.get_origin(hint)
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(value, option) for option in typing.get_args(hint))
+    if origin is tuple:
+        return isinstance(value, tuple) and all(_fits(item, typing.get_args(hint)[0]) for item in value)
+    if hint in (int, float) and isinstance(value, bool):
+        return False
+    if hint is float:
+        return isinstance(value, int | float)
+    return isinstance(value, hint)
+
+
+def _spell(hint: Any) -> str:
+    return str(hint).replace("<class '", "").replace("'>", "").replace("spec_compile.plan.", "").replace("NoneType", "None")

@@ -1,0 +1,191 @@
+"""What the compiler did to one graph: every attention, rewritten or refused with its reason, and what it cost."""
+
+from __future__ import annotations
+
+import collections
+import textwrap
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from spec_compile.passes.attention_match import AttentionMatch
+from spec_compile.passes.base import PassReport, Rejection
+from spec_compile.passes.nodes import hint, tensor
+
+
+@dataclass(frozen=True)
+class AttentionEntry:
+    """One attention of the graph.
+
+    Attributes:
+        layer: module path or ordinal.
+        status: ``rewritten`` or ``refused``.
+        reason, node, source: of a refusal.
+        anchor: ``sdpa``, ``softmax`` or ``marker``.
+        heads, kv_heads, head_dim, v_head_dim, kv_len: sizes; ``kv_len`` as seen while tracing.
+        cache, write: ``static`` or ``growing``, and the operator that writes it.
+        softcap, sinks, masked: what else takes part.
+        kv_bytes: bytes of K and V that the cache of this layer holds (all ``kv_len`` slots).
+    """
+
+    layer: str
+    status: str
+    reason: str = ""
+    node: str = ""
+    source: str = ""
+    anchor: str = ""
+    heads: int = 0
+    kv_heads: int = 0
+    head_dim: int = 0
+    v_head_dim: int = 0
+    kv_len: int = 0
+    cache: str = ""
+    write: str = ""
+    softcap: float = 0.0
+    sinks: bool = False
+    masked: bool = False
+    kv_bytes: int = 0
+
+    @classmethod
+    def of(cls, found: AttentionMatch | Rejection, ordinal: int) -> AttentionEntry:
+        if isinstance(found, Rejection):
+            layer = found.layer or f"attention {ordinal}"
+            return cls(layer, "refused", found.reason, found.node, found.source or "")
+        key, value, base = found.key, found.value, tensor(found.key.base)
+        assert base is not None
+        length, batch = hint(key.kv_len) or 0, hint(base.shape[key.order[0]]) or 0
+        size = batch * key.kv_heads * length * (key.head_dim + value.head_dim) * base.element_size()
+        return cls(
+            found.layer or f"attention {ordinal}", "rewritten", anchor=found.kind, heads=found.heads,
+            kv_heads=key.kv_heads, head_dim=key.head_dim, v_head_dim=value.head_dim, kv_len=length, cache=key.kind,
+            write=key.write, softcap=found.softcap, sinks=found.sinks is not None, masked=bool(found.terms),
+            kv_bytes=size,
+        )  # fmt: skip
+
+
+@dataclass
+class RewriteReport:
+    """Report on one compiled graph. ``str()`` is a table, :meth:`to_dict` is JSON-ready.
+
+    Attributes:
+        kind: ``verify``, or ``passed through``.
+        reason: why a graph was passed through.
+        q_len, kv_len: as seen while tracing; ``dynamic`` tells whether q_len is symbolic.
+        attentions: every attention of the graph.
+        passes: what each pass did.
+        inputs, static_inputs: graph inputs, and how many of them keep their address (weights, static caches).
+        seconds: ``capture``, ``passes``, ``codegen``.
+        notes: anything else worth knowing.
+    """
+
+    kind: str = "verify"
+    reason: str = ""
+    q_len: int = 0
+    kv_len: int = 0
+    dynamic: bool = False
+    attentions: list[AttentionEntry] = field(default_factory=list)
+    passes: list[PassReport] = field(default_factory=list)
+    inputs: int = 0
+    static_inputs: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    before: str = field(default="", repr=False)
+    after: str = field(default="", repr=False)
+
+    @property
+    def rewritten(self) -> list[AttentionEntry]:
+        return [entry for entry in self.attentions if entry.status == "rewritten"]
+
+    @property
+    def refused(self) -> list[AttentionEntry]:
+        return [entry for entry in self.attentions if entry.status == "refused"]
+
+    def add_attentions(self, found: list[Any]) -> None:
+        self.attentions = [AttentionEntry.of(item, ordinal) for ordinal, item in enumerate(found)]
+
+    def code(self, which: str = "after") -> str:
+        """The graph as Python, ``before`` or ``after`` the passes (kept by ``explain`` and under ``dump``)."""
+        if which not in ("before", "after"):
+            raise ValueError(f"which must be 'before' or 'after', got {which!r}")
+        return self.before if which == "before" else self.after
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "kind": self.kind,
+            "reason": self.reason,
+            "q_len": self.q_len,
+            "kv_len": self.kv_len,
+            "dynamic": self.dynamic,
+            "attentions_rewritten": len(self.rewritten),
+            "attentions_refused": len(self.refused),
+            "kv_bytes": sum(entry.kv_bytes for entry in self.attentions),
+            "attentions": [asdict(entry) for entry in self.attentions],
+            "passes": [
+                {
+                    "name": p.name, "stage": p.stage.name, "exact": p.exact, "hits": p.hits, "ms": round(p.ms, 3),
+                    "rejections": [asdict(r) for r in p.rejections], "notes": p.notes,
+                }
+                for p in self.passes
+            ],
+            "inputs": self.inputs,
+            "static_inputs": self.static_inputs,
+            "seconds": {key: round(value, 4) for key, value in self.seconds.items()},
+            "notes": self.notes,
+            "torch": torch.__version__,
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        lines = [f"spec_compile  {self.kind}  q_len {self.q_len}{' (dynamic)' if self.dynamic else ''}  cache {self.kv_len}  torch {torch.__version__}"]
+        if self.reason:
+            lines.append(f"  {self.reason}")
+        if self.passes:
+            lines += ["", f"  {'pass':<20} {'hits':>5} {'refused':>8} {'exact':>6} {'ms':>8}"]
+            for p in self.passes:
+                lines.append(f"  {p.name:<20} {p.hits:>5} {len(p.rejections):>8} {'yes' if p.exact else 'no':>6} {p.ms:>8.1f}  {', '.join(p.notes)}")
+        if self.attentions:
+            lines += ["", f"  attention rewritten {len(self.rewritten)} of {len(self.attentions)}"]
+            lines += [f"    {text}" for text in _grouped(self.rewritten)]
+        for reason, entries in _by_reason(self.refused).items():
+            layers = ", ".join(entry.layer for entry in entries[:4]) + (f" and {len(entries) - 4} more" if len(entries) > 4 else "")
+            lines.append(f"    refused: {layers}")
+            lines += textwrap.wrap(reason, 110, initial_indent="      ", subsequent_indent="      ")
+            lines.append(f"      at {entries[0].node}" + (f", {entries[0].source}" if entries[0].source else ""))
+        if self.rewritten:
+            held = sum(entry.kv_bytes for entry in self.attentions)
+            lines.append(f"  K and V of the whole cache {held / 1e6:.1f} MB; only live blocks of it are read each step")
+        if self.inputs:
+            lines.append(f"  inputs {self.inputs}, static {self.static_inputs}")
+        if self.seconds:
+            lines.append("  seconds " + ", ".join(f"{key} {value:.2f}" for key, value in self.seconds.items()))
+        lines += [f"  note: {note}" for note in self.notes]
+        return "\n".join(lines)
+
+
+def _grouped(entries: list[AttentionEntry]) -> list[str]:
+    """One line per distinct shape, with the layers it holds for."""
+    groups: dict[str, list[str]] = {}
+    for e in entries:
+        extra = "".join([", softcap" if e.softcap else "", ", sinks" if e.sinks else "", "" if e.masked else ", no mask"])
+        dims = f"{e.head_dim}" if e.head_dim == e.v_head_dim else f"{e.head_dim}/{e.v_head_dim}"
+        groups.setdefault(f"{e.anchor}, {e.heads}/{e.kv_heads} heads, D {dims}, {e.cache} cache ({e.write}){extra}", []).append(e.layer)
+    return [f"{len(layers)} x {text}: {layers[0]}" + (f" .. {layers[-1]}" if len(layers) > 1 else "") for text, layers in groups.items()]
+
+
+def _by_reason(entries: list[AttentionEntry]) -> dict[str, list[AttentionEntry]]:
+    groups: dict[str, list[AttentionEntry]] = {}
+    for entry in entries:
+        groups.setdefault(entry.reason, []).append(entry)
+    return groups
+
+
+_HISTORY: collections.deque[RewriteReport] = collections.deque(maxlen=256)
+
+
+def remember(report: RewriteReport) -> None:
+    _HISTORY.append(report)
+
+
+def history() -> list[RewriteReport]:
+    """Reports of the graphs compiled in this process, oldest first (the last 256)."""
+    return list(_HISTORY)
