@@ -215,6 +215,12 @@ def _latent(node: Node, role: str, cache: Node) -> Rejection:
 
 def _no_cache(node: Node, role: str) -> Rejection:
     made_by = str(packet(node)).rsplit(".", 1)[-1] if packet(node) else node.op
+    if made_by in ("zeros", "new_zeros", "empty", "new_empty", "full"):
+        return _reject(
+            node,
+            f"the cache is allocated inside the compiled forward ({made_by}), so it is copied each step: allocate it before, "
+            "e.g. spec_compile.VerifyCache(model, max_len=...)",
+        )
     return _reject(node, f"no cache read: {role} comes from {made_by}, not from a KV cache")
 
 

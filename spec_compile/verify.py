@@ -1,0 +1,217 @@
+"""``compile_verify``: a model and its cache as one compiled function from draft rows to logits."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spec_compile import _compat
+from spec_compile.backend import compile_graph
+from spec_compile.errors import CacheError, OptionsError, SpecCompileError
+from spec_compile.options import Options, disabled
+from spec_compile.plan import PlanNotYetError
+from spec_compile.report import RewriteReport
+
+
+def compile_verify(
+    model: Any, cache: Any, draft_len: int = 8, plan: Any = None, *, strict: bool = False, cudagraphs: bool = False, **options: Any
+) -> VerifyFunction:
+    """Compile the verify forward of ``model`` over ``cache``.
+
+    Args:
+        model: a transformers causal LM in eval mode, or a module called as
+            ``model(input_ids, cache=cache, position_ids=..., attention_mask=...)`` that returns logits.
+        cache: :class:`~spec_compile.VerifyCache`, or another initialised static cache.
+        draft_len: drafts per step, 0..31; a step has up to ``draft_len + 1`` rows (the last accepted token leads).
+        plan: sparsity plan; default exact.
+        strict: raise where an attention is refused, instead of warning.
+        cudagraphs: run the step under CUDA graphs.
+        options: further backend options.
+
+    Returns:
+        A :class:`VerifyFunction`. Compilation happens at its first call.
+
+    Raises:
+        CacheError: a growing or uninitialised cache.
+        OptionsError, PlanError: bad arguments.
+    """
+    _compat.check_installed("torch")
+    settings = Options.parse({**options, "plan": plan, "strict": strict, "cudagraphs": cudagraphs})
+    check_draft_len(draft_len, settings.max_q_len)
+    check_cache(cache)
+    return VerifyFunction(model, cache, draft_len, settings)
+
+
+class VerifyFunction:
+    """Callable returned by :func:`compile_verify`; one graph serves every number of rows from 2, a second one serves 1.
+
+    The cache advances by the rows of each call; after acceptance roll it back with ``cache.crop(-rejected)``.
+    """
+
+    def __init__(self, model: Any, cache: Any, draft_len: int, options: Options) -> None:
+        self.model, self.cache, self.draft_len = model, cache, draft_len
+        self.reports: list[RewriteReport] = []
+        sink = options.on_report
+        self._options = Options(**{**{n: getattr(options, n) for n in options.__dataclass_fields__}, "on_report": self._keep})
+        self._sink = sink
+        run = call_model(model)
+        self._run: Callable[..., Tensor] = run
+        if not disabled():
+            self._run = torch.compile(run, backend=self._backend, fullgraph=True)
+
+    def _backend(self, gm: Any, example_inputs: list[Any]) -> Callable[..., Any]:
+        return compile_graph(gm, example_inputs, self._options)
+
+    def _keep(self, report: RewriteReport) -> None:
+        self.reports.append(report)
+        if self._sink is not None:
+            self._sink(report)
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        attention_mask: Any = None,
+        sparse: bool | None = None,
+    ) -> Tensor:
+        """Run one verify step.
+
+        Args:
+            input_ids: int64 ``[B, T]``, the last accepted token and T - 1 drafts, T <= draft_len + 1.
+            position_ids: int64 ``[B, T]``; default continues the cache (per row, if a 2-D mask is given).
+            attention_mask: None; 2-D ``[B, held + T]`` with 0 for padding; 4-D bool or additive
+                ``[B|1, 1|Hq, T, S]`` over all S cache slots (trees); or a dict of 4-D masks by layer type.
+            sparse: True or False picks the mode of this step; only exact steps exist in this version.
+
+        Returns:
+            Logits ``[B, T, V]``.
+
+        Raises:
+            OptionsError: wrong shapes or too many rows; CacheError: the cache is too short; PlanNotYetError: ``sparse=True``.
+        """
+        rows = self._check(input_ids, sparse)
+        position_ids, attention_mask = self._complete(input_ids, position_ids, attention_mask)
+        if rows > 1:
+            for tensor, dim in ((input_ids, 1), (position_ids, 1), (attention_mask, 2)):
+                if isinstance(tensor, Tensor) and tensor.dim() > dim:
+                    torch._dynamo.maybe_mark_dynamic(tensor, dim)
+        try:
+            return self._run(input_ids, position_ids, attention_mask, self.cache)
+        except Exception as error:
+            inner = getattr(error, "inner_exception", None)
+            if isinstance(inner, SpecCompileError):
+                raise inner from None
+            raise
+
+    def _check(self, input_ids: Tensor, sparse: bool | None) -> int:
+        if sparse:
+            raise PlanNotYetError("sparse=True: this version runs exact steps only; pass sparse=None or False")
+        if input_ids.dim() != 2 or input_ids.dtype not in (torch.int64, torch.int32):
+            raise OptionsError(f"input_ids must be int64 [B, T], got {input_ids.dtype} {list(input_ids.shape)}")
+        batch, rows = input_ids.shape
+        if not 1 <= rows <= self.draft_len + 1:
+            raise OptionsError(
+                f"input_ids has {rows} rows; this function was made for 1..{self.draft_len + 1} (draft_len={self.draft_len})"
+            )
+        held = cache_batch(self.cache)
+        if held is not None and held != batch:
+            raise OptionsError(f"input_ids has batch {batch}, the cache was made for batch {held}")
+        if hasattr(self.cache, "require_room"):
+            self.cache.require_room(rows)
+        return rows
+
+    def _complete(self, input_ids: Tensor, position_ids: Tensor | None, attention_mask: Any) -> tuple[Tensor | None, Any]:
+        """Pad a 2-D mask to the cache, so that its shape never changes, and derive positions from it."""
+        if not isinstance(attention_mask, Tensor):
+            return position_ids, attention_mask
+        batch, rows = input_ids.shape
+        held = int(self.cache.get_seq_length())
+        slots = self.cache.layers[0].keys.shape[2]
+        if attention_mask.dim() == 2:
+            if tuple(attention_mask.shape) != (batch, held + rows):
+                raise OptionsError(
+                    f"a 2-D attention_mask must be [B, held + T] = {[batch, held + rows]}, got {list(attention_mask.shape)}"
+                )
+            if position_ids is None:
+                position_ids = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, held:]
+            padded = attention_mask.new_ones(batch, slots)
+            padded[:, : held + rows] = attention_mask
+            return position_ids, padded
+        if attention_mask.dim() != 4 or attention_mask.shape[2] != rows or attention_mask.shape[3] != slots:
+            raise OptionsError(
+                f"a 4-D attention_mask must be [B|1, 1|Hq, {rows}, {slots}] (rows, cache slots), got {list(attention_mask.shape)}"
+            )
+        types = set(getattr(self.model.config.get_text_config(), "layer_types", None) or []) if hasattr(self.model, "config") else set()
+        if len(types) > 1 or types & {"sliding_attention", "chunked_attention"}:
+            raise OptionsError(
+                f"this model has {' and '.join(sorted(types))} layers: one 4-D mask would drop the window. Pass a dict "
+                f"with a mask per layer type: {{{', '.join(repr(t) + ': ...' for t in sorted(types))}}}"
+            )
+        return position_ids, attention_mask
+
+    def report(self) -> RewriteReport:
+        """Report of the newest compiled verify graph; before the first call, what :func:`explain` says."""
+        from spec_compile.explainer import explain
+
+        verify = [report for report in self.reports if report.kind == "verify"]
+        if verify:
+            return verify[-1]
+        if self.reports:
+            return self.reports[-1]
+        return explain(self.model, self.cache, self.draft_len, self._options.plan)
+
+    def reset(self) -> None:
+        """Forget the sequence: the next call starts at position 0."""
+        self.cache.reset()
+
+
+def call_model(model: Any) -> Callable[..., Tensor]:
+    """The model as ``f(input_ids, position_ids, attention_mask, cache) -> logits``."""
+    names = inspect.signature(model.forward).parameters
+    if "past_key_values" in names:
+
+        def run_hf(input_ids: Tensor, position_ids: Any, attention_mask: Any, cache: Any) -> Tensor:
+            return model(
+                input_ids=input_ids, position_ids=position_ids, attention_mask=attention_mask, past_key_values=cache, use_cache=True
+            ).logits  # type: ignore[no-any-return]
+
+        return run_hf
+    if "cache" in names:
+
+        def run_plain(input_ids: Tensor, position_ids: Any, attention_mask: Any, cache: Any) -> Tensor:
+            return model(input_ids, cache=cache, position_ids=position_ids, attention_mask=attention_mask)  # type: ignore[no-any-return]
+
+        return run_plain
+    raise OptionsError(f"{type(model).__name__}.forward takes neither past_key_values nor cache: cannot verify with it")
+
+
+def check_draft_len(draft_len: int, max_q_len: int) -> None:
+    if not isinstance(draft_len, int) or isinstance(draft_len, bool) or not 0 <= draft_len < max_q_len:
+        raise OptionsError(f"draft_len must lie in 0..{max_q_len - 1} (one row leads the drafts), got {draft_len!r}")
+
+
+def check_cache(cache: Any) -> None:
+    """
+    Raises:
+        CacheError: the cache grows, or has no storage yet.
+    """
+    if cache is None:
+        raise CacheError("a cache is needed: VerifyCache(model, max_len=...)")
+    layers = getattr(cache, "layers", None)
+    if layers is None:
+        return
+    kind = type(cache).__name__
+    if not layers or not all(getattr(layer, "is_compileable", False) for layer in layers):
+        raise CacheError(f"{kind} grows with every token; a verify function needs a static cache: VerifyCache(model, max_len=...)")
+    if not all(getattr(layer, "is_initialized", True) for layer in layers):
+        raise CacheError(f"{kind} has no storage yet: call early_initialization, or use VerifyCache(model, max_len=...)")
+
+
+def cache_batch(cache: Any) -> int | None:
+    layers = getattr(cache, "layers", None)
+    return int(layers[0].keys.shape[0]) if layers else None
