@@ -1,2 +1,3 @@
 if __name__ != "spec_compile.kernels":
-    raise ImportError("import spec_compile.kernels; the folder 'kernels' is mapped into the package and is not importable by itself")
+    # transformers probes for a PyPI package called "kernels" and meets this folder when it is run from a checkout.
+    __version__ = "0"

@@ -13,6 +13,9 @@ from spec_compile.kernels.blocks import live_blocks_reference
 from spec_compile.kernels.folded import attention_folded as _attention_folded
 from spec_compile.kernels.reference import allocate_output, attention_reference
 
+if __name__ != "spec_compile.kernels.library":
+    raise ImportError("import spec_compile.kernels.library: under another name the operators would be registered twice")
+
 DEFAULT_BLOCK_SIZE = 64
 
 

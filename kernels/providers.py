@@ -36,7 +36,7 @@ class Provider:
 def _folded_supports(call: AttentionCall) -> str | None:
     if call.q.dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
         return f"dtype {call.q.dtype}"
-    if call.q.device.type not in ("cpu", "cuda"):
+    if call.q.device.type not in ("cpu", "cuda", "meta"):
         return f"device {call.q.device.type}"
     return None
 

@@ -1,7 +1,7 @@
 """Tiny random Hugging Face models, one per family: small enough for CPU tests, shaped like the real ones.
 
-Weights are drawn large enough that every term of the attention counts: a dropped mask, softcap, sink logit or ALiBi bias
-shows in the logits. ``transformers`` is imported on use only.
+Weights are drawn large enough that every term of the attention counts: a dropped mask, softcap, sink logit or ALiBi
+bias shows in the logits. ``transformers`` is imported on use only.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Family:
     positions: bool = True
 
 
-def _config(cls: str, layers: int = 2, **fields: Any) -> Callable[[], Any]:
-    """Config factory with the sizes that most families share; a field given as None is left to the family's default."""
+def _config(cls: str, /, layers: int = 2, **fields: Any) -> Callable[[], Any]:
+    """Config factory with the sizes that most families share; a field given as None keeps the family's default."""
     common = {
         "vocab_size": VOCAB, "hidden_size": _HIDDEN, "intermediate_size": _MLP, "num_hidden_layers": layers,
         "num_attention_heads": _HEADS, "num_key_value_heads": _KV_HEADS, "max_position_embeddings": _POSITIONS,
@@ -58,34 +58,36 @@ def _config(cls: str, layers: int = 2, **fields: Any) -> Callable[[], Any]:
     return make
 
 
-def _alternating(layers: int, local: str = "sliding_attention") -> list[str]:
-    return [local if index % 2 == 0 else "full_attention" for index in range(layers)]
+def _alternating(layers: int) -> list[str]:
+    return ["full_attention" if index % 2 else "sliding_attention" for index in range(layers)]
 
 
-_MOE = {"experts_implementation": "batched_mm", "num_experts_per_tok": 2}
-_MHA = {"num_key_value_heads": None}
-_DIM = {"head_dim": _HEAD_DIM}
-_GPT2 = {
+_MOE: dict[str, Any] = {"experts_implementation": "batched_mm", "num_experts_per_tok": 2}
+_MHA: dict[str, Any] = {"num_key_value_heads": None}
+_DIM: dict[str, Any] = {"head_dim": _HEAD_DIM}
+_GPT2: dict[str, Any] = {
     "vocab_size": VOCAB, "n_embd": _HIDDEN, "n_layer": 2, "n_head": _HEADS, "n_positions": _POSITIONS, "n_inner": _MLP,
     "hidden_size": None, "num_hidden_layers": None, "num_attention_heads": None, "max_position_embeddings": None,
     "intermediate_size": None, "num_key_value_heads": None,
 }  # fmt: skip
-_OPT = {"ffn_dim": _MLP, "word_embed_proj_dim": _HIDDEN, "intermediate_size": None, "num_key_value_heads": None}
-_BLOOM = {
+_OPT: dict[str, Any] = {
+    "ffn_dim": _MLP, "word_embed_proj_dim": _HIDDEN, "intermediate_size": None, "num_key_value_heads": None,
+}  # fmt: skip
+_BLOOM: dict[str, Any] = {
     "n_layer": 2, "n_head": _HEADS, "num_hidden_layers": None, "num_attention_heads": None, "intermediate_size": None,
     "num_key_value_heads": None, "max_position_embeddings": None,
 }  # fmt: skip
 # Latent ranks and head sizes that all differ, so that a mixed-up axis cannot pass.
-_MLA = {
+_MLA: dict[str, Any] = {
     "num_key_value_heads": _HEADS, "kv_lora_rank": 24, "q_lora_rank": 32, "qk_rope_head_dim": 8,
     "qk_nope_head_dim": 16, "v_head_dim": 12, "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1,
     "topk_group": 1, "moe_intermediate_size": 32, "first_k_dense_replace": 1, "num_mtp_layers": 0,
 }  # fmt: skip
-_YARN = {
+_YARN: dict[str, Any] = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": _POSITIONS // 4,
     "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
 }  # fmt: skip
-_LLAMA4 = {
+_LLAMA4: dict[str, Any] = {
     "intermediate_size_mlp": _MLP, "num_local_experts": 4, "num_experts_per_tok": 1, "attention_chunk_size": WINDOW,
     "no_rope_layers": [1, 0, 1, 0], "floor_scale": 8, "interleave_moe_layer_step": 2,
 }  # fmt: skip
@@ -100,7 +102,8 @@ _ALL = (
         query_pre_attn_scalar=_HEAD_DIM, **_DIM,
     )),
     Family("gemma3", _config(
-        "Gemma3TextConfig", 4, sliding_window=WINDOW, layer_types=_alternating(4), query_pre_attn_scalar=_HEAD_DIM, **_DIM,
+        "Gemma3TextConfig", layers=4, sliding_window=WINDOW, layer_types=_alternating(4),
+        query_pre_attn_scalar=_HEAD_DIM, **_DIM,
     ), layers=4),
     Family("phi", _config("PhiConfig")),
     Family("phi3", _config("Phi3Config", sliding_window=WINDOW)),
@@ -122,7 +125,7 @@ _ALL = (
         **_DIM, **_MOE,
     ), implementations=("eager",)),
     Family("deepseek_v3", _config("DeepseekV3Config", **_MLA, **_MOE), outcome="refused", reason="MLA latent cache"),
-    Family("llama4", _config("Llama4TextConfig", 4, **_DIM, **_LLAMA4), layers=4),
+    Family("llama4", _config("Llama4TextConfig", layers=4, **_DIM, **_LLAMA4), layers=4),
 )  # fmt: skip
 
 FAMILIES: dict[str, Family] = {family.name: family for family in _ALL}

@@ -1,7 +1,8 @@
 """Where K and V come from: the cache tensor, the write that precedes the read, and the axes that attention uses.
 
 Known spellings: ``index_copy_`` at positions (HF static caches), ``index_put_`` or ``scatter_`` per row, ``copy_`` into a
-slice, the functional forms of these after export, and ``cat`` of a growing cache.
+slice, the functional forms of these after export, ``cat`` of a growing cache, and ``cat`` with a copy back (HF's static
+sliding-window layer once its window is full).
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class CacheOperand:
         order: permutation that brings ``base`` to ``[B, Hkv, S, D]``.
         kv_heads, kv_len, head_dim: sizes; ``kv_len`` may be symbolic.
         group: query heads per KV head.
-        kind: ``static`` (written in place) or ``growing`` (``cat``).
+        kind: ``static`` (written in place), ``growing`` (``cat``), or ``rolling`` (a full window: ``cat``, then copied back).
         write: operator of the cache write, e.g. ``index_copy``.
         storage: node that owns the cache's storage.
         path: views and copies between ``base`` and the product.
@@ -167,6 +168,8 @@ def _cache_source(
             return _latent(root, role, written) if written is not None else _no_cache(root, role)
         if dim != key_axis:
             return _reject(root, f"permuted {role}: the cache grows along axis {dim}, attention's key axis is {key_axis}")
+        if any(isinstance(part, Node) and alias_root(part) in writes for part in parts):
+            return "rolling", "cat", root
         return "growing", "cat", root
     written = _written_below(root, writes)
     if written is not None:

@@ -1,5 +1,6 @@
 """Canonicalize: drop what does nothing and merge equal views, so that layers share operands by node identity.
 
+0. ``x.max(-1)[1]`` that nobody reads (retracing emits every item)  ->  nothing
 1. ``to(x, same dtype)``, ``slice(x, 0, end >= size)``, ``alias(x)``, inactive ``dropout(x)``  ->  ``x``
 2. two equal views of one tensor (``slice(mask, 3, 0, n)`` once per layer)  ->  the first
 
@@ -8,6 +9,7 @@ Nothing numeric happens here.
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -30,7 +32,10 @@ class Canonicalize(Pass):
     def run(self, gm: GraphModule, ctx: PassContext) -> PassReport:
         report = self.report()
         for node in list(gm.graph.nodes):
-            if _is_noop(node):
+            if node.target is operator.getitem and not node.users:
+                gm.graph.erase_node(node)
+                report.hits += 1
+            elif _is_noop(node):
                 node.replace_all_uses_with(node.args[0])
                 gm.graph.erase_node(node)
                 report.hits += 1

@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 
 from spec_compile.kernels.providers import PROVIDERS, AttentionCall
 from spec_compile.passes.base import Pass, PassContext, PassReport, Stage, register_pass
-from spec_compile.passes.nodes import argument, layer_name, tensor
+from spec_compile.passes.nodes import argument, tensor
 
 
 @register_pass("lower_attention", Stage.LOWER)
@@ -23,6 +23,7 @@ class LowerAttention(Pass):
     def run(self, gm: GraphModule, ctx: PassContext) -> PassReport:
         report = self.report()
         chosen: Counter[str] = Counter()
+        unserved: Counter[str] = Counter()
         for node in gm.graph.find_nodes(op="call_function", target=torch.ops.spec_compile.attention_v1.default):
             q, k, v = (tensor(arg) for arg in node.args[:3])
             assert q is not None and k is not None and v is not None
@@ -40,7 +41,7 @@ class LowerAttention(Pass):
                 refusals.append(f"{provider.name}: {reason}")
             else:
                 chosen["reference"] += 1
-                if refusals:
-                    report.notes.append(f"{layer_name(node) or node.name} runs the reference ({'; '.join(refusals)})")
-        report.notes[:0] = [f"{name} {count}" for name, count in sorted(chosen.items())]
+                unserved.update(["; ".join(refusals)] if refusals else [])
+        report.notes = [f"{name} {count}" for name, count in sorted(chosen.items())]
+        report.notes += [f"{count} on the reference because {reason}" for reason, count in unserved.items()]
         return report

@@ -83,6 +83,16 @@ def trace_artifact(name: str, text: str) -> None:
     )
 
 
+def name_constants(gm: Any) -> None:
+    """Give constants that retracing lifted into buffers a source: AOTAutograd insists on one for every buffer."""
+    from torch._dynamo.source import ConstantSource
+
+    known = dict(getattr(gm, "_param_name_to_source", None) or {})
+    for name, _ in [*gm.named_parameters(), *gm.named_buffers()]:
+        known.setdefault(name, ConstantSource(f"spec_compile.{name}"))
+    gm._param_name_to_source = known
+
+
 def is_plain_tensor(x: Any) -> bool:
     """Whether the compiler may trace this tensor: not a wrapper subclass (DTensor, quantised weights)."""
     from torch._subclasses.fake_tensor import FakeTensor

@@ -67,6 +67,7 @@ def _keep_dynamo_metadata(source: GraphModule, target: GraphModule) -> None:
     for name in ("_param_name_to_source", "_source_to_user_stacks"):
         if hasattr(source, name):
             setattr(target, name, getattr(source, name))
+    _compat.name_constants(target)
     old = source.graph.find_nodes(op="placeholder")
     new = target.graph.find_nodes(op="placeholder")
     assert len(old) == len(new), f"retracing changed the number of inputs from {len(old)} to {len(new)}"

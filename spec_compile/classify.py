@@ -88,5 +88,20 @@ def _rows_and_keys(node: Node) -> tuple[Any, Any] | None:
         return (q.shape[-2], k.shape[-2]) if q is not None and k is not None and q.dim() >= 3 else None
     if name in _SOFTMAX_NAMES and node.args:
         scores = _example(node.args[0])
-        return (scores.shape[-2], scores.shape[-1]) if scores is not None and scores.dim() >= 3 else None
+        if scores is None or scores.dim() < 3:
+            return None
+        sinkless = _example(_before_sinks(node.args[0]))
+        return scores.shape[-2], (scores if sinkless is None else sinkless).shape[-1]
+    return None
+
+
+def _before_sinks(node: Any) -> Any:
+    """The scores behind ``cat([scores, sinks], -1) - max``: a column of sinks is no key."""
+    for _ in range(3):
+        if not isinstance(node, Node):
+            return None
+        if _name(node) == "cat":
+            parts = node.args[0] if node.args else node.kwargs.get("tensors")
+            return parts[0] if isinstance(parts, list | tuple) else None
+        node = node.args[0] if node.args else None
     return None

@@ -24,7 +24,7 @@ class AttentionEntry:
         reason, node, source: of a refusal.
         anchor: ``sdpa``, ``softmax`` or ``marker``.
         heads, kv_heads, head_dim, v_head_dim, kv_len: sizes; ``kv_len`` as seen while tracing.
-        cache, write: ``static`` or ``growing``, and the operator that writes it.
+        cache, write: ``static``, ``growing`` or ``rolling``, and the operator that writes it.
         softcap, sinks, masked: what else takes part.
         kv_bytes: bytes of K and V that the cache of this layer holds (all ``kv_len`` slots).
     """

@@ -1,7 +1,7 @@
 """Run the passes on small programs without Dynamo, and compare eager with the rewritten graph.
 
-A program is a function (or module) of tensors; caches are ordinary inputs that it writes in place. Tracing happens on fake
-tensors, so the inputs handed in are never written.
+A program is a function (or module) of tensors; caches are ordinary inputs that it writes in place. Tracing happens on
+fake tensors, so the inputs handed in are never written.
 """
 
 from __future__ import annotations
@@ -71,13 +71,9 @@ def lower(gm: GraphModule) -> GraphModule:
     return gm
 
 
-def count(gm: GraphModule, *targets: Any) -> int:
-    """Calls of any of ``targets`` (``OpOverload`` or overload packet)."""
-    packets = {t for t in targets if not isinstance(t, torch._ops.OpOverload)}
-    return sum(
-        node.op == "call_function" and (node.target in targets or getattr(node.target, "overloadpacket", None) in packets)
-        for node in gm.graph.nodes
-    )
+def count(gm: GraphModule, *targets: torch._ops.OpOverload) -> int:
+    """Calls of any of ``targets``."""
+    return sum(node.op == "call_function" and node.target in targets for node in gm.graph.nodes)
 
 
 def op_counts(gm: GraphModule) -> Counter[str]:

