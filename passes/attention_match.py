@@ -24,9 +24,11 @@ from spec_compile.passes.nodes import (
     mutated_arguments,
     packet,
     same,
+    same_or_guarded,
     scalar,
     shape,
     source_line,
+    specialize,
     tensor,
 )
 from spec_compile.passes.scores import MaskTerm, ScoreChain, is_attention_softmax, walk_scores
@@ -127,6 +129,8 @@ def _from_call(anchor: Node, kind: str, writes: dict[Node, list[Node]]) -> Atten
     q, k, v = anchor.args[:3]
     assert isinstance(q, Node) and isinstance(k, Node) and isinstance(v, Node)
     mask = argument(anchor, "attn_mask" if kind == "sdpa" else "mask")
+    if len(shape(q)) == len(shape(k)) == len(shape(v)) == 4:
+        specialize(shape(q)[1], shape(q)[3], shape(k)[1], shape(v)[3])
     if len(shape(q)) != 4:
         return _reject(anchor, f"q has {len(shape(q))} dimensions; [B, H, T, D] is supported")
     gqa = False
@@ -182,6 +186,7 @@ def _from_softmax(anchor: Node, writes: dict[Node, list[Node]]) -> AttentionMatc
 
 def _from_chain(anchor: Node, chain: ScoreChain, writes: dict[Node, list[Node]]) -> AttentionMatch | Rejection:
     assert chain.output is not None and chain.values is not None and chain.weights is not None
+    specialize(*shape(chain.product)[1:-2], shape(chain.query)[-1], shape(chain.values)[-1])
     score_lead, rows = shape(chain.product)[:-2], shape(chain.product)[-2]
     out_lead = shape(chain.output)[:-2]
     if len(score_lead) not in (1, 2, 3) or len(out_lead) not in (1, 2, 3):
@@ -214,7 +219,7 @@ def _equal(a: Iterable[Any], b: Iterable[Any]) -> bool:
 
 def _check_operands(match: AttentionMatch, ctx: PassContext, writes: Any) -> Rejection | None:
     key, value = match.key, match.value
-    if key.kv_heads != value.kv_heads or key.group != value.group or not same(key.kv_len, value.kv_len):
+    if key.kv_heads != value.kv_heads or key.group != value.group or not same_or_guarded(key.kv_len, value.kv_len):
         return _reject(match.anchor, "K and V differ in KV heads or length")
     if not isinstance(match.heads, int) or match.heads != key.kv_heads * key.group:
         return _reject(match.anchor, f"{match.heads} query heads over {key.kv_heads} KV heads repeated {key.group} times")

@@ -54,7 +54,22 @@ def tensor(node: Any) -> Tensor | None:
 def shape(node: Any) -> tuple[Any, ...]:
     """Shape of a node's tensor value; entries may be SymInts. ``()`` where it has none."""
     found = tensor(node)
-    return tuple(found.shape) if found is not None else ()
+    return tuple(known(size) for size in found.shape) if found is not None else ()
+
+
+def known(size: Any) -> Any:
+    """A plain int where the symbol has been pinned to one, else the size itself."""
+    if isinstance(size, int):
+        return size
+    pinned = size.node.maybe_as_int()
+    return size if pinned is None else pinned
+
+
+def specialize(*sizes: Any) -> None:
+    """Pin symbolic sizes to the value met while tracing: head counts and head dimensions are part of the program."""
+    for size in sizes:
+        if not isinstance(size, int) and hint(size) is not None:
+            int(size)
 
 
 def same(a: Any, b: Any) -> bool:
@@ -62,6 +77,14 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, int) and isinstance(b, int):
         return a == b
     return statically_known_true(a == b)
+
+
+def same_or_guarded(a: Any, b: Any) -> bool:
+    """Whether two sizes are equal; where that depends on the sizes met while tracing, it becomes a guard.
+
+    Dynamo gives every cache tensor a length symbol of its own once it has seen caches of two lengths.
+    """
+    return same(a, b) or (hint(a) is not None and hint(a) == hint(b) and bool(a == b))
 
 
 def hint(size: Any) -> int | None:

@@ -34,14 +34,19 @@ class GraphKind:
 def classify(gm: GraphModule, max_q_len: int) -> GraphKind:
     """Classify a Dynamo graph and install the guard that keeps the classification true."""
     pairs: list[tuple[Any, Any]] = []
-    has_linear = False
+    has_linear = flex = False
     for node in gm.graph.nodes:
         if node.op not in ("call_function", "call_method"):
             continue
+        if "flex_attention" in _name(node):
+            flex = True
         has_linear = has_linear or _name(node) in _LINEAR_NAMES
         pair = _rows_and_keys(node)
         if pair is not None and None not in (hint(pair[0]), hint(pair[1])):
             pairs.append(pair)
+    if not pairs and flex:
+        reason = "flex_attention is not rewritten: use attn_implementation='sdpa' or 'eager', or spec_compile.prepare(model)"
+        return GraphKind(False, reason, has_linear=True)
     if not pairs:
         return GraphKind(False, "no attention in this graph", has_linear=has_linear)
     fitting = [(rows, keys) for rows, keys in pairs if _fits(rows, keys, max_q_len)]
@@ -86,6 +91,9 @@ def _rows_and_keys(node: Node) -> tuple[Any, Any] | None:
         q = _example(node.args[0] if node.args else node.kwargs.get("query"))
         k = _example(node.args[1] if len(node.args) > 1 else node.kwargs.get("key"))
         return (q.shape[-2], k.shape[-2]) if q is not None and k is not None and q.dim() >= 3 else None
+    if name == "multi_head_attention_forward" and len(node.args) > 1:
+        query, key = _example(node.args[0]), _example(node.args[1])
+        return (query.shape[0], key.shape[0]) if query is not None and key is not None else None
     if name in _SOFTMAX_NAMES and node.args:
         scores = _example(node.args[0])
         if scores is None or scores.dim() < 3:

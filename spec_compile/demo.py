@@ -81,13 +81,16 @@ def demo_prompts(tokenizer: Any, source_tokens: int) -> list[tuple[str, Tensor]]
     return prompts
 
 
-def generate(model: Any, ids: Tensor, new_tokens: int, method: str, drafts: int) -> Run:
-    """Generate greedily with one of :data:`METHODS`; the model must be compiled for ``spec_compile`` already."""
+def generate(model: Any, ids: Tensor, new_tokens: int, method: str, drafts: int, max_len: int) -> Run:
+    """Generate greedily with one of :data:`METHODS`; the model must be compiled for ``spec_compile`` already.
+
+    One ``max_len`` for all prompts: another cache length would be another graph.
+    """
     extra: dict[str, Any] = {}
     if method != "greedy":
         extra["prompt_lookup_num_tokens"] = drafts
     if method == "spec_compile":
-        extra["past_key_values"] = VerifyCache(model, max_len=ids.shape[1] + new_tokens)
+        extra["past_key_values"] = VerifyCache(model, max_len=max_len)
     run = Run()
     out = model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False, streamer=_Clock(run), **extra
@@ -146,6 +149,7 @@ def run(model_path: Path | None, new_tokens: int, drafts: int, source_tokens: in
         model, tokenizer = load_model(path)
         model.generation_config.pad_token_id = model.generation_config.pad_token_id or tokenizer.eos_token_id
         prompts = demo_prompts(tokenizer, source_tokens)
+        max_len = max(ids.shape[1] for _, ids in prompts) + new_tokens
         steps = len(prompts) * (len(METHODS) + 1)
         progress.update(task, total=steps)
         runs: dict[str, list[Run]] = {}
@@ -153,7 +157,7 @@ def run(model_path: Path | None, new_tokens: int, drafts: int, source_tokens: in
             runs[method] = []
             for name, ids in prompts:
                 progress.update(task, description=f"{LABELS[method]}: {name}")
-                runs[method].append(generate(model, ids, new_tokens, method, drafts))
+                runs[method].append(generate(model, ids, new_tokens, method, drafts, max_len))
                 progress.advance(task)
         known = len(spec_compile.report.history())
         model.compile(backend="spec_compile")
@@ -162,7 +166,7 @@ def run(model_path: Path | None, new_tokens: int, drafts: int, source_tokens: in
             for name, ids in prompts:
                 doing = LABELS["spec_compile"] if measured else "compiling and warming up"
                 progress.update(task, description=f"{doing}: {name}")
-                runs["spec_compile"].append(generate(model, ids, new_tokens, "spec_compile", drafts))
+                runs["spec_compile"].append(generate(model, ids, new_tokens, "spec_compile", drafts, max_len))
                 progress.advance(task)
     reports = spec_compile.report.history()[known:]
     result = _summarise(model, prompts, runs, reports)

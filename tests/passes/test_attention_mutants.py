@@ -1,12 +1,14 @@
 """Look-alikes: whatever the detector decides about a random attention-like program, its result must not change.
 
-A program is one attention with a static cache, spelled at random, plus up to three mutations: steps that real or careless
-code might contain and that an over-eager matcher would drop, move or misread.
+A program is one attention with a cache, spelled at random, plus up to three mutations: steps that real or careless code
+might contain and that an over-eager matcher would drop, move or misread. ``test_each_mutation_alone`` names
+the step that breaks.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -142,8 +144,11 @@ def row_max(x: Tensor, dim: int = -1) -> Tensor:
     return x.amax(dim, keepdim=True)
 
 
-for name in ("no-write", "no-v-write", "write-heads", "write-dims", "swap-caches", "slice-kv", "slice-start", "slice-mismatch",
-             "five-from-four", "output-heads-merged", "two-layers", "mask-alias-between-layers"):  # fmt: skip
+FLAGS = (
+    "no-write", "no-v-write", "write-heads", "write-dims", "swap-caches", "slice-kv", "slice-start", "slice-mismatch",
+    "five-from-four", "output-heads-merged", "two-layers", "mask-alias-between-layers",
+)  # fmt: skip
+for name in FLAGS:
     flag(name)
 
 at("k-cache", "k-read-transposed", lambda c, k: k.transpose(2, 3))
@@ -462,6 +467,9 @@ def scale_of(spec: Spec) -> float:
 
 
 def scaled(spec: Spec, scores: Tensor) -> Tensor:
+    # baddbmm has its own scale; another one after its bias is worth a few programs only.
+    if spec.core == "bloom" and spec.scale != "mul":
+        return scores
     if spec.scale == "twice":
         return scores * 0.6 * 0.6
     if spec.scale == "div":
@@ -658,6 +666,9 @@ def outcome(spec: Spec) -> str:
     return "refused" if report.refused else "unseen"
 
 
+plain_outcome = functools.cache(outcome)
+
+
 @st.composite
 def specs(draw: st.DrawFn) -> Spec:
     core, extra = draw(st.sampled_from(CORES)), draw(st.sampled_from(EXTRAS))
@@ -707,8 +718,8 @@ def test_each_mutation_alone(name: str) -> None:
     place = MUTATIONS[name][0]
     core = place if place in ("sdpa", "bloom") else "softmax"
     extra = "sinks" if place in ("sink-column", "sunk") else "softcap" if name.startswith("cap-of") else ""
-    for sizes in (SIZES[0], SIZES[4], SIZES[5]):
-        plain = Spec(sizes, core, "index_copy", "bhsd", "expand", "fill", "mul", extra, ())
-        assert outcome(plain) == "rewritten"
+    for sizes in (SIZES[0], SIZES[5]):
+        plain = Spec(sizes, core, "index_copy", "bhsd", "expand", "fill", "none", extra, ())
+        assert plain_outcome(plain) == "rewritten"
         with contextlib.suppress(Discarded):
             outcome(replace(plain, mutations=(name,)))

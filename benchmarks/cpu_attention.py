@@ -1,0 +1,139 @@
+"""Verify attention on CPU: query heads folded into rows against transformers' repeat_kv + SDPA, and the memory limit.
+
+    python benchmarks/cpu_attention.py [--json FILE] [--plot FILE.png]
+
+Each row is one attention layer of a verify step: T draft rows against a cache of S slots of which ``live`` hold tokens. The
+limit is the time to read the live K and V once at the copy bandwidth measured in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from spec_compile.kernels import library
+
+# (name, query heads, KV heads, head dim, cache slots, live tokens)
+SHAPES = [
+    ("SmolLM2-135M, 8k", 9, 3, 64, 8192, 8192),
+    ("SmolLM2-135M, 2k live of 8k", 9, 3, 64, 8192, 2048),
+    ("Qwen2.5-1.5B, 16k", 12, 2, 128, 16384, 16384),
+    ("Llama-3.1-8B, 8k", 32, 8, 128, 8192, 8192),
+    ("Llama-3.1-8B, 32k", 32, 8, 128, 32768, 32768),
+    ("Llama-3.1-8B, 8k live of 32k", 32, 8, 128, 32768, 8192),
+]
+
+
+def repeat_kv(x: Tensor, group: int) -> Tensor:
+    batch, heads, length, dim = x.shape
+    return x[:, :, None].expand(batch, heads, group, length, dim).reshape(batch, heads * group, length, dim)
+
+
+def median_ms(run: Callable[[], Any], repeats: int) -> float:
+    run()
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        run()
+        times.append((time.perf_counter() - start) * 1e3)
+    return statistics.median(times)
+
+
+def copy_bandwidth() -> float:
+    """Bytes per second read and written by a large copy, all threads."""
+    source = torch.randn(64 << 20)
+    target = torch.empty_like(source)
+    return 2 * source.numel() * 4 / (median_ms(lambda: target.copy_(source), 7) * 1e-3)
+
+
+def measure(shape: tuple[str, int, int, int, int, int], rows: int, dtype: torch.dtype, bandwidth: float, repeats: int) -> dict[str, Any]:
+    name, heads, kv_heads, dim, slots, live = shape
+    torch.manual_seed(0)
+    q = torch.randn(1, rows, heads, dim, dtype=dtype).transpose(1, 2)
+    k, v = (torch.randn(1, kv_heads, slots, dim, dtype=dtype) for _ in range(2))
+    positions = live - rows + torch.arange(rows)
+    mask = (torch.arange(slots) <= positions[:, None])[None, None]
+    scale = dim**-0.5
+    group = heads // kv_heads
+
+    def source() -> Tensor:
+        return scaled_dot_product_attention(q, repeat_kv(k, group), repeat_kv(v, group), attn_mask=mask, scale=scale)
+
+    def gqa() -> Tensor:
+        return scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
+
+    def ours() -> Tensor:
+        blocks = library.live_blocks(mask, 64)
+        return library.attention_folded(q, k, v, mask, *blocks, 64, scale)
+
+    expected, found = source(), ours()
+    limit = 2 * kv_heads * live * dim * k.element_size() / bandwidth * 1e3
+    times = {"repeat_kv": median_ms(source, repeats), "enable_gqa": median_ms(gqa, repeats), "spec_compile": median_ms(ours, repeats)}
+    return {
+        "shape": name, "T": rows, "dtype": str(dtype)[6:], "limit_ms": limit, **{f"{key}_ms": ms for key, ms in times.items()},
+        "speedup": times["repeat_kv"] / times["spec_compile"], "same_bits": torch.equal(expected, found),
+        "max_difference": (expected - found).abs().max().item(),
+    }  # fmt: skip
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(9, 4), layout="constrained")
+    labels = [f"{row['shape']}\nT={row['T']} {row['dtype']}" for row in rows]
+    width = 0.25
+    for offset, key in enumerate(("repeat_kv_ms", "enable_gqa_ms", "spec_compile_ms")):
+        places = [i + (offset - 1) * width for i in range(len(rows))]
+        axes.bar(places, [row[key] for row in rows], width, label=key.removesuffix("_ms"))
+    axes.scatter(range(len(rows)), [row["limit_ms"] for row in rows], marker="_", color="black", label="memory limit")
+    axes.set_yscale("log")
+    axes.set_ylabel("ms per layer")
+    axes.set_xticks(range(len(rows)), labels, fontsize=6, rotation=30)
+    axes.legend()
+    figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 9], help="draft rows T")
+    parser.add_argument("--dtype", nargs="+", default=["float32"], choices=["float32", "float16", "bfloat16"])
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path)
+    args = parser.parse_args()
+    bandwidth = copy_bandwidth()
+    print(f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}, copy {bandwidth / 1e9:.1f} GB/s")
+    print(f"{'shape':<30} {'T':>3} {'dtype':<9} {'limit':>7} {'repeat_kv':>10} {'enable_gqa':>11} {'ours':>8} {'speedup':>8}  same bits")
+    results = []
+    for dtype in args.dtype:
+        for shape in SHAPES:
+            for rows in args.rows:
+                row = measure(shape, rows, getattr(torch, dtype), bandwidth, args.repeats)
+                results.append(row)
+                print(
+                    f"{row['shape']:<30} {rows:>3} {row['dtype']:<9} {row['limit_ms']:>7.2f} {row['repeat_kv_ms']:>10.2f} "
+                    f"{row['enable_gqa_ms']:>11.2f} {row['spec_compile_ms']:>8.2f} {row['speedup']:>7.1f}x  "
+                    f"{'yes' if row['same_bits'] else format(row['max_difference'], '.0e')}",
+                    flush=True,
+                )
+    if args.json:
+        args.json.write_text(json.dumps({"torch": torch.__version__, "copy_bytes_per_s": bandwidth, "rows": results}, indent=2))
+    if args.plot:
+        plot(results, args.plot)
+
+
+if __name__ == "__main__":
+    main()
