@@ -56,7 +56,9 @@ def copy_bandwidth() -> float:
     return 2 * source.numel() * 4 / (median_ms(lambda: target.copy_(source), 7) * 1e-3)
 
 
-def measure(shape: tuple[str, int, int, int, int, int], rows: int, dtype: torch.dtype, bandwidth: float, repeats: int) -> dict[str, Any]:
+def measure(
+    shape: tuple[str, int, int, int, int, int], rows: int, dtype: torch.dtype, bandwidth: float, repeats: int
+) -> dict[str, Any]:
     name, heads, kv_heads, dim, slots, live = shape
     torch.manual_seed(0)
     q = torch.randn(1, rows, heads, dim, dtype=dtype).transpose(1, 2)
@@ -78,7 +80,11 @@ def measure(shape: tuple[str, int, int, int, int, int], rows: int, dtype: torch.
 
     expected, found = source(), ours()
     limit = 2 * kv_heads * live * dim * k.element_size() / bandwidth * 1e3
-    times = {"repeat_kv": median_ms(source, repeats), "enable_gqa": median_ms(gqa, repeats), "spec_compile": median_ms(ours, repeats)}
+    times = {
+        "repeat_kv": median_ms(source, repeats),
+        "enable_gqa": median_ms(gqa, repeats),
+        "spec_compile": median_ms(ours, repeats),
+    }
     return {
         "shape": name, "T": rows, "dtype": str(dtype)[6:], "limit_ms": limit, **{f"{key}_ms": ms for key, ms in times.items()},
         "speedup": times["repeat_kv"] / times["spec_compile"], "same_bits": torch.equal(expected, found),
@@ -115,8 +121,12 @@ def main() -> None:
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args()
     bandwidth = copy_bandwidth()
-    print(f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}, copy {bandwidth / 1e9:.1f} GB/s")
-    print(f"{'shape':<30} {'T':>3} {'dtype':<9} {'limit':>7} {'repeat_kv':>10} {'enable_gqa':>11} {'ours':>8} {'speedup':>8}  same bits")
+    print(
+        f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}, copy {bandwidth / 1e9:.1f} GB/s"
+    )
+    print(
+        f"{'shape':<30} {'T':>3} {'dtype':<9} {'limit':>7} {'repeat_kv':>10} {'enable_gqa':>11} {'ours':>8} {'speedup':>8}  same bits"
+    )
     results = []
     for dtype in args.dtype:
         for shape in SHAPES:

@@ -42,6 +42,8 @@ class VerifyCache(StaticCache):
             is too short for prompt, new tokens and drafts.
     """
 
+    layers: Any
+
     def __init__(self, model: Any, max_len: int, batch: int = 1, dtype: torch.dtype | None = None) -> None:
         if not isinstance(max_len, int) or max_len < 1:
             raise CacheError(f"VerifyCache: max_len must be at least 1, got {max_len!r}")
@@ -151,23 +153,22 @@ def _layer_shapes(model: Any, layers: int) -> list[tuple[int, int, int, torch.dt
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     probe = StaticCache(config=model.config.get_text_config(decoder=True), max_cache_len=2)
-    probe.layers = [StaticLayer(max_cache_len=2) for _ in range(layers)]
+    probe_layers: list[Any] = [StaticLayer(max_cache_len=2) for _ in range(layers)]
+    probe.layers = probe_layers
     model = getattr(model, "_orig_mod", model)
     device = next(itertools.chain(model.parameters(), model.buffers())).device
     try:
         # forward, not __call__: a model compiled in place must not compile this probe.
         with torch.compiler.set_stance("force_eager"), FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-            for layer in probe.layers:
+            for layer in probe_layers:
                 layer.cumulative_length = torch.zeros((), dtype=torch.int64, device=device)
             ids = torch.zeros(1, 1, dtype=torch.int64, device=device)
             mask = torch.ones(1, 1, 1, 2, dtype=torch.bool, device=device)
             positions = torch.zeros(1, 1, dtype=torch.int64, device=device)
-            model.forward(
-                input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=probe, use_cache=True
-            )
+            model.forward(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=probe, use_cache=True)
         return [
             (layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3], layer.keys.dtype, layer.keys.device)
-            for layer in probe.layers
+            for layer in probe_layers
         ]
     except Exception as error:
         shape = model._get_static_cache_init_shape() if hasattr(model, "_get_static_cache_init_shape") else None

@@ -104,9 +104,13 @@ def attention_hook(
     if plain and (rows > MAX_ROWS or dropout or attention_mask is None or position_bias is not None):
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, position_bias=position_bias, **kwargs
-        )  # type: ignore[no-any-return]
+        )
     if dropout:
         raise OptionsError("the spec_compile attention hook is for inference: call model.eval()")
+    if position_bias is not None or (attention_mask is None and rows > 1):
+        raise OptionsError(
+            "attention with a softcap or sinks needs a mask and takes no position bias; spec_compile.restore(model)"
+        )
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     sinks = None if s_aux is None else s_aux.to(query.dtype)
     out = library.dense_attention(query, key, value, attention_mask, scale, float(softcap or 0.0), sinks)

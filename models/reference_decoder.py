@@ -38,6 +38,8 @@ class DecoderConfig:
 class DecoderCache(nn.Module):
     """K and V of every layer, ``[B, Hkv, S, D]`` each, and how many tokens each row holds (int64 ``[B]``)."""
 
+    lengths: Tensor
+
     def __init__(self, config: DecoderConfig, max_len: int, batch: int = 1, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         self.max_len, self.capacity = max_len, max_len + DRAFT_ROOM
@@ -54,7 +56,9 @@ class DecoderCache(nn.Module):
     def layers(self) -> list[Any]:
         """The view of the cache that ``compile_verify`` asks for."""
         return [
-            SimpleNamespace(keys=getattr(self, f"keys_{i}"), values=getattr(self, f"values_{i}"), is_compileable=True, is_initialized=True)
+            SimpleNamespace(
+                keys=getattr(self, f"keys_{i}"), values=getattr(self, f"values_{i}"), is_compileable=True, is_initialized=True
+            )
             for i in range(self.num_layers)
         ]
 

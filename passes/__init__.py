@@ -1,5 +1,7 @@
 if __name__ != "spec_compile.passes":
-    raise ImportError("import spec_compile.passes; the folder 'passes' is mapped into the package and is not importable by itself")
+    raise ImportError(
+        "import spec_compile.passes; the folder 'passes' is mapped into the package and is not importable by itself"
+    )
 
 # Importing the modules registers the passes.
 from spec_compile.passes import (

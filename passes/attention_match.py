@@ -86,9 +86,7 @@ def find_anchors(graph: Graph) -> list[tuple[Node, str]]:
     return found
 
 
-def match_attention(
-    anchor: Node, kind: str, writes: dict[Node, list[Node]], ctx: PassContext
-) -> AttentionMatch | Rejection:
+def match_attention(anchor: Node, kind: str, writes: dict[Node, list[Node]], ctx: PassContext) -> AttentionMatch | Rejection:
     """Prove the attention around ``anchor``; a :class:`Rejection` carries layer and source line."""
     found = _match(anchor, kind, writes, ctx)
     if isinstance(found, Rejection):

@@ -88,9 +88,7 @@ def broadcast_to(layout: Layout, sizes: tuple[Any, ...]) -> Layout | None:
     if lead < 0:
         return None
     padded: Layout = [()] * lead + layout
-    return [
-        (Atom(None, size),) if not atoms and not same(size, 1) else atoms for atoms, size in zip(padded, sizes)
-    ]
+    return [(Atom(None, size),) if not atoms and not same(size, 1) else atoms for atoms, size in zip(padded, sizes)]
 
 
 def _apply(node: Node, layout: Layout) -> Layout | None:
@@ -113,7 +111,8 @@ def _apply(node: Node, layout: Layout) -> Layout | None:
 def _permutation(node: Node, ndim: int) -> list[int] | None:
     order = list(range(ndim))
     if is_call(node, aten.permute):
-        return [dim % ndim for dim in node.args[1]]  # type: ignore[union-attr]
+        dims: Any = node.args[1]
+        return [dim % ndim for dim in dims]
     if is_call(node, aten.movedim):
         return None
     a, b = (-2, -1) if is_call(node, aten.t, aten.mT) else (node.args[1], node.args[2])

@@ -63,13 +63,17 @@ class PassReport:
 
 @dataclass
 class PassContext:
-    """Inputs of a run that passes may read. ``attentions`` is filled by the detector and read by later passes."""
+    """Inputs of a run that passes may read.
+
+    ``attentions`` (matches and rejections) and ``emitted`` (the calls that replaced the matches) are filled by the detector.
+    """
 
     max_q_len: int = 32
     block_size: int = 64
     lowering: str = "auto"
     need_static_cache: bool = False
     attentions: list[Any] = field(default_factory=list)
+    emitted: list[Node] = field(default_factory=list)
 
 
 class Pass:
@@ -112,12 +116,16 @@ def registered_passes() -> list[type[Pass]]:
     return sorted(_REGISTRY, key=lambda cls: (cls.stage, order[cls]))
 
 
-def erase_unused(nodes: Iterable[Node]) -> int:
-    """Erase those of ``nodes`` that have no users and no effect, last first; returns how many went."""
-    erased = 0
-    for node in sorted(set(nodes), reverse=True):
+def erase_unused(nodes: Iterable[Node], proven: Iterable[Node] = ()) -> int:
+    """Erase those of ``nodes`` that have no users and no effect, last first; returns how many went.
+
+    ``proven`` nodes go although FX holds them for impure: SDPA and dropout are tagged as random, and a match has shown that
+    no dropout is active.
+    """
+    erased, inactive = 0, set(proven)
+    for node in sorted({*nodes, *inactive}, reverse=True):
         pure = node.op == "get_attr" or (node.op == "call_function" and not mutated_arguments(node))
-        if pure and not node.users and not node.is_impure():
+        if pure and not node.users and (node in inactive or not node.is_impure()):
             node.graph.erase_node(node)
             erased += 1
     return erased

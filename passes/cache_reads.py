@@ -109,9 +109,7 @@ def read_cache(
     return CacheOperand(base, order, heads, length, dim, group, kind, write, storage, tuple(path))
 
 
-def _axes(
-    layout: Layout, base: Node, operand: Node, keys_last: bool, role: str
-) -> tuple[tuple[int, ...], int] | Rejection:
+def _axes(layout: Layout, base: Node, operand: Node, keys_last: bool, role: str) -> tuple[tuple[int, ...], int] | Rejection:
     key_atoms, dim_atoms = (layout[-1], layout[-2]) if keys_last else (layout[-2], layout[-1])
     lead = [atom for atoms in layout[:-2] for atom in atoms]
     if len(key_atoms) != 1 or len(dim_atoms) != 1 or not (_whole(key_atoms[0]) and _whole(dim_atoms[0])):
@@ -150,9 +148,7 @@ def _cache_source(
     before = [write for write in writes.get(root, []) if write <= base or mutated_arguments(write)]
     if root.op in _INPUTS:
         if not before:
-            return _reject(
-                base, f"{role} is an input that this forward does not write: cross-attention or a read-only cache"
-            )
+            return _reject(base, f"{role} is an input that this forward does not write: cross-attention or a read-only cache")
         for write in before:
             wrong = _wrong_write_axis(write, base, key_axis, role)
             if wrong is not None:
@@ -189,9 +185,7 @@ def _wrong_write_axis(write: Node, base: Node, key_axis: int, role: str) -> Reje
     elif is_call(write, aten.index_put, aten._index_put_impl):
         moved = [dim for dim, index in enumerate(write.args[1]) if index is not None]  # type: ignore[arg-type]
     if moved and key_axis not in moved:
-        return _reject(
-            write, f"permuted {role}: the cache is written along axis {moved[-1]}, attention's key axis is {key_axis}"
-        )
+        return _reject(write, f"permuted {role}: the cache is written along axis {moved[-1]}, attention's key axis is {key_axis}")
     return None
 
 

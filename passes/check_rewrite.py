@@ -11,6 +11,8 @@ from torch.fx import GraphModule
 from spec_compile.passes.base import Pass, PassContext, PassReport, Stage, register_pass
 from spec_compile.passes.nodes import mutated_arguments, tensor
 
+_SDPA = torch.ops.aten.scaled_dot_product_attention.default
+
 
 class RewriteDefect(AssertionError):
     """The rewritten graph breaks an invariant; the original graph must be used instead."""
@@ -27,12 +29,14 @@ class CheckRewrite(Pass):
 
     def run(self, gm: GraphModule, ctx: PassContext) -> PassReport:
         report = self.report()
-        ops = torch.ops.spec_compile
-        targets = (ops.attention_v1.default, ops.attention_folded_v1.default)
-        calls = [node for node in gm.graph.nodes if node.target in targets]
-        expected = sum(bool(found) for found in ctx.attentions)
-        if len(calls) != expected:
-            raise RewriteDefect(f"{expected} attentions were proven, {len(calls)} are in the graph")
+        present = set(gm.graph.nodes)
+        proven = sum(bool(found) for found in ctx.attentions)
+        calls = [node for node in ctx.emitted if node in present and node.users]
+        if len(calls) != proven:
+            raise RewriteDefect(f"{proven} attentions were proven, {len(calls)} are in the graph")
+        left = [node.name for node in gm.graph.nodes if node.target is _SDPA and not node.users]
+        if left:
+            raise RewriteDefect(f"replaced attentions still run: {', '.join(left)}")
         for node in calls:
             q, v, out = tensor(node.args[0]), tensor(node.args[2]), tensor(node)
             if q is None or v is None or out is None or out.device != v.device or out.dtype != q.dtype:

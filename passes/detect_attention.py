@@ -41,7 +41,7 @@ class DetectAttention(Pass):
         report.rejections = [match for match in found if isinstance(match, Rejection)]
         ctx.attentions.extend(found)
         for match in matches:
-            _replace(gm, match, ctx.block_size)
+            ctx.emitted.append(_replace(gm, match, ctx.block_size))
             report.hits += 1
         return report
 
@@ -72,7 +72,7 @@ def _fake_mode(node: Node) -> Any:
     return found.fake_mode
 
 
-def _replace(gm: GraphModule, match: AttentionMatch, block_size: int) -> None:
+def _replace(gm: GraphModule, match: AttentionMatch, block_size: int) -> Node:
     emit = _Emitter(gm, match.output)
     out = tensor(match.output)
     assert out is not None
@@ -82,17 +82,17 @@ def _replace(gm: GraphModule, match: AttentionMatch, block_size: int) -> None:
     mask = _mask(emit, match, out.dtype)
     blocks: tuple[Any, Any, Any] = (None, None, None)
     if mask is not None:
-        call = emit.call(torch.ops.spec_compile.live_blocks_v1.default, mask, block_size)
-        blocks = tuple(emit.call(operator.getitem, call, i) for i in range(3))  # type: ignore[assignment]
+        listed = emit.call(torch.ops.spec_compile.live_blocks_v1.default, mask, block_size)
+        blocks = tuple(emit.call(operator.getitem, listed, i) for i in range(3))  # type: ignore[assignment]
     result = emit.call(
         torch.ops.spec_compile.attention_v1.default, query, _cache(emit, match.key), _cache(emit, match.value), mask,
         *blocks, block_size, match.scale, match.softcap, match.sinks,
     )  # fmt: skip
-    result.meta["spec_compile_layer"] = match.layer
-    result = _restore_layout(emit, result, match)
+    call, result = result, _restore_layout(emit, result, match)
     upstream = list(ancestors(match.output, 96))
     match.output.replace_all_uses_with(result)
-    erase_unused([*match.region, *upstream])
+    erase_unused(upstream, proven=match.region)
+    return call
 
 
 def _query(emit: _Emitter, match: AttentionMatch) -> Node:

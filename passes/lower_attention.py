@@ -27,7 +27,9 @@ class LowerAttention(Pass):
         for node in gm.graph.find_nodes(op="call_function", target=torch.ops.spec_compile.attention_v1.default):
             q, k, v = (tensor(arg) for arg in node.args[:3])
             assert q is not None and k is not None and v is not None
-            call = AttentionCall(q, k, v, tensor(argument(node, "mask")), argument(node, "softcap"), argument(node, "sinks") is not None)
+            call = AttentionCall(
+                q, k, v, tensor(argument(node, "mask")), argument(node, "softcap"), argument(node, "sinks") is not None
+            )
             refusals = []
             for provider in PROVIDERS:
                 if ctx.lowering not in ("auto", provider.name):

@@ -142,8 +142,8 @@ def alias_parent(node: Node) -> Node | None:
     if node.op != "call_function":
         return None
     if not isinstance(node.target, torch._ops.OpOverload):
-        is_item = getattr(node.target, "__name__", "") == "getitem" and isinstance(node.args[0], Node)
-        return node.args[0] if is_item and tensor(node.args[0]) is None else None
+        whole = node.args[0] if getattr(node.target, "__name__", "") == "getitem" else None
+        return whole if isinstance(whole, Node) and tensor(whole) is None else None
     written = mutated_arguments(node)
     if written:
         return written[0]

@@ -128,7 +128,8 @@ def walk_scores(softmax: Node) -> ScoreChain | Rejection:
 
 
 def _walk_down(softmax: Node) -> tuple[bool, Node, Node, Node, list[Node]] | Rejection:
-    node, sliced, below = softmax, False, []
+    node, sliced = softmax, False
+    below: list[Node] = []
     rank = len(shape(softmax))
     while True:
         users = list(node.users)
@@ -345,18 +346,14 @@ def _leads_to_product(node: Node) -> bool:
         if is_call(node, *MATMULS, aten.baddbmm):
             return True
         if is_call(node, aten.add, aten.mul, aten.where):
-            return any(
-                isinstance(arg, Node) and _same_shape(arg, node) and _leads_to_product(arg) for arg in node.args[:3]
-            )
+            return any(isinstance(arg, Node) and _same_shape(arg, node) and _leads_to_product(arg) for arg in node.args[:3])
         step = is_call(node, *_VIEWS, *_COPIES, *_CASTS, aten.div, aten.tanh, aten.masked_fill)
         if not step or not isinstance(node.args[0], Node):
             return False
         node = node.args[0]
 
 
-def _hides(
-    node: Node, scores: Node, cond: Node, fill: float | None, kind: str, rank: int
-) -> tuple[MaskTerm, Node] | Rejection:
+def _hides(node: Node, scores: Node, cond: Node, fill: float | None, kind: str, rank: int) -> tuple[MaskTerm, Node] | Rejection:
     found, given = tensor(node), tensor(cond)
     if found is None or given is None or given.dtype != torch.bool:
         return _reject(node, "the mask condition is not boolean")

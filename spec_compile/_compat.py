@@ -78,9 +78,7 @@ def trace_artifact(name: str, text: str) -> None:
     """Hand a graph dump to ``TORCH_TRACE`` (read by tlparse); free when tracing is off."""
     from torch._logging import trace_structured
 
-    trace_structured(
-        "artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=lambda: text
-    )
+    trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=lambda: text)
 
 
 def name_constants(gm: Any) -> None:

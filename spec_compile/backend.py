@@ -119,7 +119,9 @@ def _say_what_happened(report: RewriteReport, options: Options) -> None:
         reasons = "; ".join(dict.fromkeys(entry.reason for entry in refused)) or "no attention was recognised"
         _complain(f"0 attentions rewritten: {reasons}", options)
     elif refused and options.strict:
-        raise StrictError(f"{len(refused)} of {len(report.attentions)} attentions refused: {refused[0].layer}: {refused[0].reason}")
+        raise StrictError(
+            f"{len(refused)} of {len(report.attentions)} attentions refused: {refused[0].layer}: {refused[0].reason}"
+        )
     for entry in refused:
         logger.info("%s refused: %s", entry.layer, entry.reason)
 
@@ -160,6 +162,6 @@ def _inductor(gm: GraphModule, example_inputs: list[Any], options: Options, repo
         else:
             report.notes.append("cudagraphs has no effect on CPU")
     start = time.perf_counter()
-    compiled = compile_fx(gm, example_inputs, config_patches=patches or None)
+    compiled: Any = compile_fx(gm, example_inputs, config_patches=patches or None)
     report.seconds["codegen"] = time.perf_counter() - start
-    return compiled  # type: ignore[no-any-return]
+    return compiled

@@ -76,7 +76,7 @@ def _keep_dynamo_metadata(source: GraphModule, target: GraphModule) -> None:
             if key in before.meta:
                 after.meta[key] = before.meta[key]
         if hasattr(before, "_dynamo_source"):
-            after._dynamo_source = before._dynamo_source  # type: ignore[attr-defined]
+            after._dynamo_source = before._dynamo_source
         # Dynamo's names say which weight or cache an input is; keep them in dumps and reports.
         with contextlib.suppress(Exception):
             after._rename(before.name)

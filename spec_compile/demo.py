@@ -74,7 +74,9 @@ def demo_prompts(tokenizer: Any, source_tokens: int) -> list[tuple[str, Tensor]]
     ):
         if getattr(tokenizer, "chat_template", None):
             chat = [{"role": "user", "content": text}]
-            ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)["input_ids"]
+            ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)[
+                "input_ids"
+            ]
         else:
             ids = tokenizer(text, return_tensors="pt").input_ids
         prompts.append((text[:30] + "...", ids))
@@ -132,7 +134,11 @@ def run(model_path: Path | None, new_tokens: int, drafts: int, source_tokens: in
     Raises:
         OptionsError: bad arguments or no model.
     """
-    for name, given, low, high in (("--new-tokens", new_tokens, 2, 4096), ("--drafts", drafts, 1, 31), ("--source-tokens", source_tokens, 16, 7000)):
+    for name, given, low, high in (
+        ("--new-tokens", new_tokens, 2, 4096),
+        ("--drafts", drafts, 1, 31),
+        ("--source-tokens", source_tokens, 16, 7000),
+    ):
         if not low <= given <= high:
             raise OptionsError(f"{name} must lie in {low}..{high}, got {given}")
     logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -228,7 +234,13 @@ def _print(console: Console, result: dict[str, Any], tokenizer: Any) -> None:
     for method in METHODS:
         m = result["methods"][method]
         cells = [f"{p['tokens_per_second']:.1f}" if p["tokens_per_second"] else "-" for p in m["prompts"]]
-        table.add_row(LABELS[method], f"{m['tokens_identical']:.1%}", f"{m['mean_acceptance_length']:.2f}", f"{m['tokens_per_second']:.1f}", *cells)
+        table.add_row(
+            LABELS[method],
+            f"{m['tokens_identical']:.1%}",
+            f"{m['mean_acceptance_length']:.2f}",
+            f"{m['tokens_per_second']:.1f}",
+            *cells,
+        )
     console.print(table)
     console.print(
         f"{result['attention_layers_rewritten']} attention layers rewritten, {result['attention_layers_refused']} refused; "

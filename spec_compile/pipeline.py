@@ -15,7 +15,9 @@ from spec_compile.passes.check_rewrite import RewriteDefect, mutations
 from spec_compile.report import RewriteReport
 
 
-def run_passes(gm: GraphModule, ctx: PassContext, report: RewriteReport, dump: str | None = None, keep_code: bool = False) -> GraphModule:
+def run_passes(
+    gm: GraphModule, ctx: PassContext, report: RewriteReport, dump: str | None = None, keep_code: bool = False
+) -> GraphModule:
     """Rewrite ``gm`` in place and fill ``report``.
 
     Raises:

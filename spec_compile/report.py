@@ -136,18 +136,24 @@ class RewriteReport:
         }  # fmt: skip
 
     def __str__(self) -> str:
-        lines = [f"spec_compile  {self.kind}  q_len {self.q_len}{' (dynamic)' if self.dynamic else ''}  cache {self.kv_len}  torch {torch.__version__}"]
+        lines = [
+            f"spec_compile  {self.kind}  q_len {self.q_len}{' (dynamic)' if self.dynamic else ''}  cache {self.kv_len}  torch {torch.__version__}"
+        ]
         if self.reason:
             lines.append(f"  {self.reason}")
         if self.passes:
             lines += ["", f"  {'pass':<20} {'hits':>5} {'refused':>8} {'exact':>6} {'ms':>8}"]
             for p in self.passes:
-                lines.append(f"  {p.name:<20} {p.hits:>5} {len(p.rejections):>8} {'yes' if p.exact else 'no':>6} {p.ms:>8.1f}  {', '.join(p.notes)}")
+                lines.append(
+                    f"  {p.name:<20} {p.hits:>5} {len(p.rejections):>8} {'yes' if p.exact else 'no':>6} {p.ms:>8.1f}  {', '.join(p.notes)}"
+                )
         if self.attentions:
             lines += ["", f"  attention rewritten {len(self.rewritten)} of {len(self.attentions)}"]
             lines += [f"    {text}" for text in _grouped(self.rewritten)]
         for reason, entries in _by_reason(self.refused).items():
-            layers = ", ".join(entry.layer for entry in entries[:4]) + (f" and {len(entries) - 4} more" if len(entries) > 4 else "")
+            layers = ", ".join(entry.layer for entry in entries[:4]) + (
+                f" and {len(entries) - 4} more" if len(entries) > 4 else ""
+            )
             lines.append(f"    refused: {layers}")
             lines += textwrap.wrap(reason, 110, initial_indent="      ", subsequent_indent="      ")
             lines.append(f"      at {entries[0].node}" + (f", {entries[0].source}" if entries[0].source else ""))
@@ -168,8 +174,13 @@ def _grouped(entries: list[AttentionEntry]) -> list[str]:
     for e in entries:
         extra = "".join([", softcap" if e.softcap else "", ", sinks" if e.sinks else "", "" if e.masked else ", no mask"])
         dims = f"{e.head_dim}" if e.head_dim == e.v_head_dim else f"{e.head_dim}/{e.v_head_dim}"
-        groups.setdefault(f"{e.anchor}, {e.heads}/{e.kv_heads} heads, D {dims}, {e.cache} cache ({e.write}){extra}", []).append(e.layer)
-    return [f"{len(layers)} x {text}: {layers[0]}" + (f" .. {layers[-1]}" if len(layers) > 1 else "") for text, layers in groups.items()]
+        groups.setdefault(f"{e.anchor}, {e.heads}/{e.kv_heads} heads, D {dims}, {e.cache} cache ({e.write}){extra}", []).append(
+            e.layer
+        )
+    return [
+        f"{len(layers)} x {text}: {layers[0]}" + (f" .. {layers[-1]}" if len(layers) > 1 else "")
+        for text, layers in groups.items()
+    ]
 
 
 def _by_reason(entries: list[AttentionEntry]) -> dict[str, list[AttentionEntry]]:

@@ -18,7 +18,14 @@ from spec_compile.report import RewriteReport
 
 
 def compile_verify(
-    model: Any, cache: Any, draft_len: int = 8, plan: Any = None, *, strict: bool = False, cudagraphs: bool = False, **options: Any
+    model: Any,
+    cache: Any,
+    draft_len: int = 8,
+    plan: Any = None,
+    *,
+    strict: bool = False,
+    cudagraphs: bool = False,
+    **options: Any,
 ) -> VerifyFunction:
     """Compile the verify forward of ``model`` over ``cache``.
 
@@ -146,7 +153,11 @@ class VerifyFunction:
             raise OptionsError(
                 f"a 4-D attention_mask must be [B|1, 1|Hq, {rows}, {slots}] (rows, cache slots), got {list(attention_mask.shape)}"
             )
-        types = set(getattr(self.model.config.get_text_config(), "layer_types", None) or []) if hasattr(self.model, "config") else set()
+        types = (
+            set(getattr(self.model.config.get_text_config(), "layer_types", None) or [])
+            if hasattr(self.model, "config")
+            else set()
+        )
         if len(types) > 1 or types & {"sliding_attention", "chunked_attention"}:
             raise OptionsError(
                 f"this model has {' and '.join(sorted(types))} layers: one 4-D mask would drop the window. Pass a dict "
@@ -177,14 +188,18 @@ def call_model(model: Any) -> Callable[..., Tensor]:
 
         def run_hf(input_ids: Tensor, position_ids: Any, attention_mask: Any, cache: Any) -> Tensor:
             return model(
-                input_ids=input_ids, position_ids=position_ids, attention_mask=attention_mask, past_key_values=cache, use_cache=True
-            ).logits  # type: ignore[no-any-return]
+                input_ids=input_ids,
+                position_ids=position_ids,
+                attention_mask=attention_mask,
+                past_key_values=cache,
+                use_cache=True,
+            ).logits
 
         return run_hf
     if "cache" in names:
 
         def run_plain(input_ids: Tensor, position_ids: Any, attention_mask: Any, cache: Any) -> Tensor:
-            return model(input_ids, cache=cache, position_ids=position_ids, attention_mask=attention_mask)  # type: ignore[no-any-return]
+            return model(input_ids, cache=cache, position_ids=position_ids, attention_mask=attention_mask)
 
         return run_plain
     raise OptionsError(f"{type(model).__name__}.forward takes neither past_key_values nor cache: cannot verify with it")
@@ -207,7 +222,9 @@ def check_cache(cache: Any) -> None:
         return
     kind = type(cache).__name__
     if not layers or not all(getattr(layer, "is_compileable", False) for layer in layers):
-        raise CacheError(f"{kind} grows with every token; a verify function needs a static cache: VerifyCache(model, max_len=...)")
+        raise CacheError(
+            f"{kind} grows with every token; a verify function needs a static cache: VerifyCache(model, max_len=...)"
+        )
     if not all(getattr(layer, "is_initialized", True) for layer in layers):
         raise CacheError(f"{kind} has no storage yet: call early_initialization, or use VerifyCache(model, max_len=...)")
 

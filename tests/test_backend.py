@@ -108,9 +108,7 @@ def test_weights_and_caches_stay_static_inputs(monkeypatch: pytest.MonkeyPatch) 
         seen.append((len(set(kwargs.get("static_input_idxs") or [])), len(inputs)))
         return gm
 
-    monkeypatch.setattr(
-        module, "compile_fx", lambda gm, inputs, config_patches=None: original(gm, inputs, inner_compile=inner)
-    )
+    monkeypatch.setattr(module, "compile_fx", lambda gm, inputs, config_patches=None: original(gm, inputs, inner_compile=inner))
     model, sink = zoo.build("llama", "sdpa"), Sink()
     cache = sc.VerifyCache(model, max_len=100)
     with torch.no_grad():
@@ -376,7 +374,12 @@ print("reports", len(report.history()))
 
 def run_script(**env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", SCRIPT], env={**os.environ, **env}, capture_output=True, text=True, check=True, cwd=Path(sys.prefix)
+        [sys.executable, "-c", SCRIPT],
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(sys.prefix),
     )
 
 

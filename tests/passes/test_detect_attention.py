@@ -663,6 +663,25 @@ def _free_symbols(gm: torch.fx.GraphModule) -> set[Any]:
     return set(torch.fx.experimental.symbolic_shapes.free_symbols(out.meta["val"]))
 
 
+PINNED = {
+    "heads": [(0, 1), (1, 1), (2, 1), (3, 1), (4, 1)],
+    "query-heads": [(0, 1)],
+    "head-dim": [(0, 3), (1, 3), (2, 3), (3, 3), (4, 3)],
+}
+
+
+@lowerings
+@pytest.mark.parametrize("core", ["sdpa", "softmax"])
+@pytest.mark.parametrize("sizes", PINNED)
+def test_symbolic_heads_and_dims_are_pinned(sizes: str, core: str, lowering: str) -> None:
+    def fn(q: Tensor, kn: Tensor, vn: Tensor, kc: Tensor, vc: Tensor, pos: Tensor, keep: Tensor) -> Tensor:
+        k, v = (x.expand(2, q.shape[1], 40, 8) for x in write(kc, vc, pos, kn, vn))
+        return F.scaled_dot_product_attention(q, k, v, keep) if core == "sdpa" else eager_core(q, k, v, keep, 0.3)
+
+    given = data(MHA if sizes == "heads" else Sizes(kv_heads=1, group=4))
+    run_case(fn, list(given), lowering, dynamic=PINNED[sizes]).check_rewritten()
+
+
 class Layer(torch.nn.Module):
     """Projections, a static cache in buffers, and one attention of either spelling."""
 
@@ -816,11 +835,6 @@ def sdpa_causal_one_row(q, k, v, keep):
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-@refuses_core("the scale is not a constant", dynamic=[(0, 3), (1, 3), (2, 3), (3, 3), (4, 3)])
-def symbolic_head_dim(q, k, v, keep):
-    return F.scaled_dot_product_attention(q, k, v, keep)
-
-
 @refuses_core("scores with 6 dimensions")
 def six_dimensions(q, k, v, keep):
     q, k, v = (x[:, None, None] for x in (q, k, v))
@@ -839,16 +853,6 @@ def softmax_q_of_one_head(q, k, v, keep):
 @refuses_core("query heads over 4 KV heads repeated 1 times")
 def sdpa_q_of_one_head(q, k, v, keep):
     return F.scaled_dot_product_attention(q[:, :1], k, v, keep)
-
-
-@refuses_core("the number of KV heads is symbolic", dynamic=[(0, 1), (1, 1), (2, 1), (3, 1), (4, 1)])
-def symbolic_heads(q, k, v, keep):
-    return eager_core(q, k, v, keep, 0.3)
-
-
-@refuses_core("enable_gqa with", Sizes(), dynamic=[(0, 1), (1, 1), (2, 1), (3, 1), (4, 1)])
-def sdpa_gqa_symbolic_heads(q, k, v, keep):
-    return F.scaled_dot_product_attention(q, k, v, keep, enable_gqa=True)
 
 
 @refuses_core("5-D scores that are not [B, Hkv, G, T, S]")
@@ -1161,12 +1165,6 @@ def v_heads_tiled(q, k, v, keep):
     return F.scaled_dot_product_attention(q, repeat_kv(k, 2), tiled, keep)
 
 
-@refuses_core("K is repeated a symbolic number of times", Sizes(kv_heads=1, group=4), dynamic=[(0, 1)])
-def symbolic_group(q, k, v, keep):
-    k, v = (x.expand(2, q.shape[1], 40, 8) for x in (k, v))
-    return eager_core_last(q, k, v, keep)
-
-
 @refuses("K is an input that this forward does not write: cross-attention or a read-only cache", MHA)
 def cache_not_written(q, kn, vn, kc, vc, pos, keep):
     return F.scaled_dot_product_attention(q, kc, vc, keep)
@@ -1295,6 +1293,10 @@ def test_refused(name: str) -> None:
 # Reasons that no program reaches, and why; the detector keeps them as a second line of defence.
 UNREACHABLE = {
     "q is on .*": "PyTorch refuses a product across devices",
+    "the scale is not a constant": "a symbolic head dimension is pinned, and PyTorch pins a symbolic scale",
+    "the number of KV heads is symbolic": "it is pinned",
+    "enable_gqa with": "the number of KV heads is pinned, and PyTorch refuses one that does not divide the query heads",
+    ".* is repeated a symbolic number of times": "the number of query heads is pinned",
     "softmax of a constant": "a softmax without a product above it is no anchor",
     "the attention weights are returned": "weights that feed a product as well have two users",
     "native_dropout on the attention weights": "its result reaches the product through getitem, so it is no anchor",
