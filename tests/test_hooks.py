@@ -69,6 +69,13 @@ def test_hooks_equal_eager(name: str) -> None:
         assert close(found, wanted)
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_zoo_is_reproducible(name: str) -> None:
+    """Comparisons here and elsewhere build a model twice."""
+    first, second = (build(name, FAMILIES[name].implementations[0]).state_dict() for _ in range(2))
+    assert [path for path, weight in first.items() if not torch.equal(weight, second[path])] == []
+
+
 def test_gemma2_sdpa_differs_from_eager() -> None:
     """Or else the comparison above would not see the softcap."""
     found, wanted = two_steps("gemma2", build("gemma2", "sdpa"))[1], two_steps("gemma2", build("gemma2", "eager"))[1]

@@ -520,9 +520,7 @@ def masked(state: State, scores: Tensor) -> Tensor:
         mask = mask.unsqueeze(2) if mask.shape[1] == 1 else mask.unflatten(1, heads)
     if mask.dtype != torch.bool:
         return scores + mask
-    return (
-        torch.where(mask, scores, -torch.inf) if state.spec.mask == "where" else scores.masked_fill(~mask, -torch.inf)
-    )
+    return torch.where(mask, scores, -torch.inf) if state.spec.mask == "where" else scores.masked_fill(~mask, -torch.inf)
 
 
 def bloom_product(state: State, q: Tensor, k: Tensor) -> Tensor:

@@ -301,9 +301,7 @@ def test_multi_head_and_multi_query(batch: int, kv_heads: int, lowering: str) ->
 @lowerings
 @pytest.mark.parametrize("order", ["expand", "repeat"])
 def test_sinks(order: str, lowering: str) -> None:
-    def fn(
-        q: Tensor, kn: Tensor, vn: Tensor, kc: Tensor, vc: Tensor, pos: Tensor, mask: Tensor, sinks: Tensor
-    ) -> Tensor:
+    def fn(q: Tensor, kn: Tensor, vn: Tensor, kc: Tensor, vc: Tensor, pos: Tensor, mask: Tensor, sinks: Tensor) -> Tensor:
         k, v = write(kc, vc, pos, kn, vn)
         scores = q @ repeat_kv(k, 2).transpose(2, 3) * 0.3 + mask
         column = sinks.reshape(1, -1, 1, 1)
@@ -474,9 +472,7 @@ def test_non_contiguous_caches(kind: str, lowering: str) -> None:
         caches = (given.k_cache, given.v_cache)
         given.k_cache, given.v_cache = (x[:, :, 5:45, 4:12].copy_(c) for x, c in zip(wide, caches))
     elif kind == "transposed":
-        given.k_cache, given.v_cache = (
-            x.transpose(1, 2).contiguous().transpose(1, 2) for x in (given.k_cache, given.v_cache)
-        )
+        given.k_cache, given.v_cache = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (given.k_cache, given.v_cache))
     else:
         both = torch.stack([given.k_cache, given.v_cache], 1)
         given.k_cache, given.v_cache = both[:, 0], both[:, 1]
@@ -743,6 +739,16 @@ def test_lowering_afterwards_is_the_same_as_lowering_at_once() -> None:
     gm, _ = rewrite(trace(sdpa_program(2), given), "reference")
     once = run_case(sdpa_program(2), given, "auto")
     assert torch.equal(lower(gm)(*cloned(given)), once.actual)
+
+
+@pytest.mark.parametrize("written", [False, True])
+def test_an_attention_whose_result_nobody_uses_is_no_defect(written: bool) -> None:
+    def fn(q: Tensor, kn: Tensor, vn: Tensor, kc: Tensor, vc: Tensor, pos: Tensor, keep: Tensor) -> Tensor:
+        k, v = write(kc, vc, pos, kn, vn) if written else (kc, vc)
+        F.scaled_dot_product_attention(q, repeat_kv(k, 2), repeat_kv(v, 2), keep)
+        return q * 2
+
+    run_case(fn, list(data())).check()
 
 
 def test_a_router_softmax_is_no_attention() -> None:
