@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from spec_compile.kernels.blocks import visible
 from spec_compile.kernels.reference import allocate_output
 
 # Key block of aten/src/ATen/native/cpu/FlashAttentionKernel.cpp; cuts at its multiples do not change a bit.
@@ -86,9 +85,9 @@ def attention_folded(
     folded = q.reshape(batch, kv_heads, group * rows, dim)
     if mask is not None and (group > 1 or mask.shape[2] != rows):
         mask = _fold_mask(mask, kv_heads, group, rows)
-    if mask is not None and mask.dtype not in (torch.bool, q.dtype):
-        mask = torch.where(visible(mask), mask.to(q.dtype), -torch.inf)
-    if softcap > 0 or sinks is not None:
+    # SDPA would round a bias that is wider than q.
+    wide_bias = mask is not None and mask.dtype not in (torch.bool, q.dtype)
+    if softcap > 0 or sinks is not None or wide_bias:
         mixed = _capped(folded, k, v, mask, scale, softcap, sinks)
     else:
         extra = _padding(group * rows, rows) if q.device.type == "cpu" else 0
@@ -106,16 +105,20 @@ def _capped(
 ) -> Tensor:
     """Softmax attention over folded rows with score capping (gemma2) and learned sinks (gpt_oss), softmax in float32."""
     batch, kv_heads, folded_rows, _ = folded.shape
-    scores = (folded @ k.transpose(-1, -2)).float() * scale
+    wide = torch.float64 if folded.dtype == torch.float64 else torch.float32
+    scores = (folded @ k.transpose(-1, -2)).to(wide) * scale
     if softcap > 0:
         scores = torch.tanh(scores / softcap) * softcap
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
     if sinks is not None:
         group = sinks.numel() // kv_heads
-        sink = sinks.float().view(1, kv_heads, group, 1).expand(batch, -1, -1, folded_rows // group)
+        sink = sinks.to(wide).view(1, kv_heads, group, 1).expand(batch, -1, -1, folded_rows // group)
         scores = torch.cat([scores, sink.reshape(batch, kv_heads, folded_rows, 1)], dim=-1)
     weights = torch.softmax(scores, dim=-1)
     if sinks is not None:
         weights = weights[..., :-1]
+    elif mask is not None and mask.dtype == torch.bool:
+        # A row that sees nothing is zero, as in PyTorch's SDPA.
+        weights = weights.masked_fill(~mask.any(-1, keepdim=True), 0)
     return weights.to(v.dtype) @ v

@@ -34,7 +34,7 @@ def attention_reference(
     seen = seen.expand(batch, heads, rows, kv_len)
 
     # Slots that no row sees may hold NaN: 0 * NaN would reach the output through P @ V.
-    used = seen.view(batch, kv_heads, group * rows, kv_len).any(2).unsqueeze(-1)
+    used = seen.reshape(batch, kv_heads, group * rows, kv_len).any(2).unsqueeze(-1)
     keys = torch.where(used, k, 0).to(wide)
     values = torch.where(used, v, 0).to(wide)
 

@@ -6,6 +6,7 @@ exactly ``softmax(scale * q k^T [softcap] + mask) v`` with K and V read, un-repe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -101,7 +102,7 @@ def _match(anchor: Node, kind: str, writes: dict[Node, list[Node]], ctx: PassCon
     found = _from_softmax(anchor, writes) if kind == "softmax" else _from_call(anchor, kind, writes)
     if isinstance(found, Rejection):
         return found
-    for check in (_check_operands, _check_lengths, _check_closed, _check_order):
+    for check in (_check_operands, _check_terms, _check_lengths, _check_closed, _check_order):
         problem = check(found, ctx, writes)
         if problem is not None:
             return problem
@@ -204,10 +205,20 @@ def _from_chain(anchor: Node, chain: ScoreChain, writes: dict[Node, list[Node]])
         return _reject(chain.product, "5-D scores that are not [B, Hkv, G, T, S]")
     if len(score_lead) == 2 and not same(score_lead[1], heads):
         return _reject(chain.product, "the second axis of the scores is not the query heads")
+    for lead in (out_lead, *(term.lead for term in chain.terms)):
+        if not _is_heads(lead, key):
+            return _reject(chain.product, "the scores or weights are regrouped to axes that are not batch and heads")
     return AttentionMatch(
         anchor, "softmax", chain.output, chain.query, key, value, tuple(chain.terms), chain.scale, chain.softcap,
         chain.sinks, heads, rows, tuple(dict.fromkeys([*chain.region, chain.output])), layer_name(anchor),
     )  # fmt: skip
+
+
+def _is_heads(lead: tuple[Any, ...], key: CacheOperand) -> bool:
+    """Whether leading axes are ``[B * Hq]``, ``[B, Hq]`` or ``[B, Hkv, G]`` (or unknown)."""
+    if len(lead) == 3:
+        return same(lead[1], key.kv_heads) and same(lead[2], key.group)
+    return len(lead) != 2 or same(lead[1], key.kv_heads * key.group)
 
 
 def _equal(a: Iterable[Any], b: Iterable[Any]) -> bool:
@@ -226,6 +237,10 @@ def _check_operands(match: AttentionMatch, ctx: PassContext, writes: Any) -> Rej
     assert out is not None and q is not None and k is not None and v is not None
     if k.dtype != out.dtype or v.dtype != out.dtype:
         return _reject(match.anchor, f"the cache is {k.dtype}, attention computes in {out.dtype} (autocast or an upcast)")
+    lead = math.prod(shape(match.query)[:-2])
+    for cache, operand in ((k, key), (v, value)):
+        if not same_or_guarded(lead, cache.shape[operand.order[0]] * match.heads):
+            return _reject(match.anchor, "q is broadcast over batch or heads")
     if not (q.device == k.device == v.device):
         return _reject(match.anchor, f"q is on {q.device}, the cache on {k.device}")
     if match.sinks is not None and len(shape(match.sinks)) != 1:
@@ -234,6 +249,14 @@ def _check_operands(match: AttentionMatch, ctx: PassContext, writes: Any) -> Rej
         return _reject(
             key.base, "the cache grows by cat (DynamicCache), a static one is needed here: use spec_compile.VerifyCache"
         )
+    return None
+
+
+def _check_terms(match: AttentionMatch, ctx: PassContext, writes: Any) -> Rejection | None:
+    for term in match.terms:
+        sizes = shape(term.node)
+        if not sizes or not same_or_guarded(sizes[-1], match.key.kv_len):
+            return _reject(term.node, "a mask or bias does not have one value per key")
     return None
 
 
@@ -262,12 +285,13 @@ def _check_closed(match: AttentionMatch, ctx: PassContext, writes: Any) -> Rejec
 def _check_order(match: AttentionMatch, ctx: PassContext, writes: Any) -> Rejection | None:
     """No operand may be overwritten between the first read of the region and the place of the rewritten op."""
     operands = [match.query, match.key.base, match.value.base, *(term.node for term in match.terms)]
+    operands += [match.sinks] if match.sinks is not None else []
     roots = {alias_root(node) for node in operands}
     # repeat_kv copies the cache: a write after that copy is seen by the rewritten op but not by the source.
     first, last = min([*match.region, *match.key.path, *match.value.path]), match.output
     node = first
     while node is not last:
-        if node not in match.region and any(alias_root(written) in roots for written in mutated_arguments(node)):
+        if any(alias_root(written) in roots for written in mutated_arguments(node)):
             return _reject(node, f"{packet(node)} writes an operand between the scores and the output")
         node = node.next
     return None

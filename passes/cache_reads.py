@@ -121,6 +121,11 @@ def _axes(layout: Layout, base: Node, operand: Node, keys_last: bool, role: str)
         return _reject(operand, f"{role} is regrouped: its leading axes are not batch and heads")
     if [atom.dim for atom in owned] != sorted(atom.dim for atom in owned if atom.dim is not None):
         return _reject(operand, f"permuted {role}: batch and heads are swapped")
+    batch, heads = rest
+    if len(layout) > 3:
+        outer, inner = ({atom.dim for atoms in part for atom in atoms} for part in (layout[:1], layout[1:-2]))
+        if heads in outer or (batch in inner and heads not in inner):
+            return _reject(operand, f"permuted {role}: batch and heads are swapped")
     first_broadcast = next((i for i, atom in enumerate(lead) if atom.broadcast), len(lead))
     if any(not atom.broadcast for atom in lead[first_broadcast:]):
         return _reject(operand, f"the heads of {role} are tiled (head h reads h % Hkv), not grouped (h // group)")
@@ -129,7 +134,6 @@ def _axes(layout: Layout, base: Node, operand: Node, keys_last: bool, role: str)
         if not isinstance(atom.size, int):
             return _reject(operand, f"{role} is repeated a symbolic number of times")
         group *= atom.size
-    batch, heads = rest
     if same(shape(base)[heads], 1) and not any(atom.dim == batch for atom in owned) and not same(shape(base)[batch], 1):
         return _reject(operand, f"the batch of {role} is broadcast")
     assert key is not None and dim is not None

@@ -10,6 +10,7 @@ Nothing numeric happens here.
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from spec_compile.passes.axes import is_noop_cast, is_noop_slice
 from spec_compile.passes.base import Pass, PassContext, PassReport, Stage, register_pass
-from spec_compile.passes.nodes import argument, aten, is_call, mutated_arguments, tensor
+from spec_compile.passes.nodes import alias_root, argument, aten, is_call, mutated_arguments, tensor
 
 _VIEW_OPS = (
     aten.slice, aten.view, aten.unsqueeze, aten.squeeze, aten.expand, aten.transpose, aten.permute, aten.select,
@@ -64,10 +65,14 @@ def merge_equal(graph: Graph, admits: Any) -> int:
     """Replace every admitted call by an earlier one with the same target and arguments; returns how many went."""
     seen: dict[Any, Node] = {}
     merged = 0
+    writes: Counter[Node] = Counter()
     for node in list(graph.nodes):
+        writes.update(alias_root(written) for written in mutated_arguments(node))
         if not admits(node):
             continue
-        key = (node.target, _frozen(node.args), _frozen(node.kwargs))
+        # A call that reads a tensor after a write differs from the same call before it.
+        versions = tuple(writes[alias_root(given)] for given in node.all_input_nodes)
+        key = (node.target, _frozen(node.args), _frozen(node.kwargs), versions)
         first = seen.setdefault(key, node)
         if first is not node:
             node.replace_all_uses_with(first)

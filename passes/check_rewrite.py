@@ -5,13 +5,10 @@ Raises on a defect of ours (a lost cache write, a value whose shape, dtype or de
 
 from __future__ import annotations
 
-import torch
 from torch.fx import GraphModule
 
 from spec_compile.passes.base import Pass, PassContext, PassReport, Stage, register_pass
 from spec_compile.passes.nodes import mutated_arguments, tensor
-
-_SDPA = torch.ops.aten.scaled_dot_product_attention.default
 
 
 class RewriteDefect(AssertionError):
@@ -34,7 +31,7 @@ class CheckRewrite(Pass):
         calls = [node for node in ctx.emitted if node in present and node.users]
         if len(calls) != proven:
             raise RewriteDefect(f"{proven} attentions were proven, {len(calls)} are in the graph")
-        left = [node.name for node in gm.graph.nodes if node.target is _SDPA and not node.users]
+        left = [found.anchor.name for found in ctx.attentions if found and found.anchor in present and not found.anchor.users]
         if left:
             raise RewriteDefect(f"replaced attentions still run: {', '.join(left)}")
         for node in calls:

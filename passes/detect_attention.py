@@ -35,13 +35,17 @@ class DetectAttention(Pass):
     def run(self, gm: GraphModule, ctx: PassContext) -> PassReport:
         report = self.report()
         writes = writes_by_root(gm.graph)
-        found = [match_attention(node, kind, writes, ctx) for node, kind in find_anchors(gm.graph)]
-        matches = [match for match in found if isinstance(match, AttentionMatch)]
-        check_shared_outputs(matches)
-        report.rejections = [match for match in found if isinstance(match, Rejection)]
-        ctx.attentions.extend(found)
-        for match in matches:
-            ctx.emitted.append(_replace(gm, match, ctx.block_size))
+        matches: list[AttentionMatch] = []
+        for node, kind in find_anchors(gm.graph):
+            # One after the other: the output of one attention may be the query or the mask of the next.
+            found = match_attention(node, kind, writes, ctx)
+            ctx.attentions.append(found)
+            if isinstance(found, Rejection):
+                report.rejections.append(found)
+                continue
+            matches.append(found)
+            check_shared_outputs(matches)
+            ctx.emitted.append(_replace(gm, found, ctx.block_size))
             report.hits += 1
         return report
 

@@ -97,7 +97,14 @@ def hint(size: Any) -> int | None:
 
 
 def scalar(arg: Any) -> float | None:
-    """A number known at compile time: a Python number or a 0-d ``aten.full`` / ``scalar_tensor``."""
+    """A number known at compile time: a Python number or a 0-d ``aten.full`` / ``scalar_tensor``, rounded to its dtype."""
+    found, held = _scalar(arg), tensor(arg)
+    if found is None or held is None:
+        return found
+    return float(torch.tensor(found, dtype=torch.float64).to(held.dtype))
+
+
+def _scalar(arg: Any) -> float | None:
     if isinstance(arg, bool):
         return None
     if isinstance(arg, int | float):

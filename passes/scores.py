@@ -40,6 +40,7 @@ class MaskTerm:
     node: Node
     kind: str
     rank: int
+    lead: tuple[Any, ...] = ()
 
 
 @dataclass
@@ -211,7 +212,9 @@ def _walk_up(scores: Node, sliced: bool) -> ScoreChain | Rejection:
                 return _reject(node, f"{_short(node)} regroups the rows or keys of the scores")
             before = node.args[0]
         elif is_call(node, aten.sub) and not shifted and _is_row_max(node.args[1], node.args[0]):
-            # softmax(x - max(x)) == softmax(x)
+            # softmax(x - max(x)) == softmax(x), but a cap or a sink column that follows would see the shift.
+            if softcap or sinks is not None:
+                return _reject(node, "the row maximum is subtracted before the softcap or the sinks")
             region.extend(_max_nodes(node.args[1]))
             shifted, before = True, node.args[0]
         elif is_call(node, aten.cat):
@@ -222,6 +225,8 @@ def _walk_up(scores: Node, sliced: bool) -> ScoreChain | Rejection:
                 return found_sinks
             sinks = found_sinks
             before = node.args[0][0]  # type: ignore[index]
+        elif is_call(node, aten.div) and argument(node, "rounding_mode") is not None:
+            return _reject(node, "the scores are divided with rounding")
         elif is_call(node, aten.mul, aten.div) and softcap == 0 and _is_softcap(node):
             tanh = node.args[0]
             inner = tanh.args[0]  # type: ignore[union-attr]
@@ -300,7 +305,7 @@ def _is_softcap(node: Node) -> bool:
     if not is_call(node, aten.mul) or cap is None or cap <= 0 or not is_call(tanh, aten.tanh):
         return False
     inner = tanh.args[0]  # type: ignore[union-attr]
-    if not is_call(inner, aten.div, aten.mul) or not isinstance(inner, Node):
+    if not is_call(inner, aten.div, aten.mul) or not isinstance(inner, Node) or argument(inner, "rounding_mode"):
         return False
     by = scalar(inner.args[1])
     if by is None or not isinstance(inner.args[0], Node):
@@ -338,7 +343,7 @@ def _mask_term(node: Node) -> tuple[MaskTerm, Node] | Rejection:
     found = tensor(bias)
     if found is None or not found.dtype.is_floating_point:
         return _reject(node, "a non-floating tensor is added to the scores")
-    return MaskTerm(bias, "add", rank), scores
+    return MaskTerm(bias, "add", rank, shape(node)[:-2]), scores
 
 
 def _leads_to_product(node: Node) -> bool:
@@ -357,9 +362,9 @@ def _hides(node: Node, scores: Node, cond: Node, fill: float | None, kind: str, 
     found, given = tensor(node), tensor(cond)
     if found is None or given is None or given.dtype != torch.bool:
         return _reject(node, "the mask condition is not boolean")
-    if fill is None or fill > hidden_threshold(found.dtype):
+    if fill is None or not fill <= hidden_threshold(found.dtype):
         return _reject(node, f"masked scores are set to {fill}, which does not hide a key in {found.dtype}")
-    return MaskTerm(cond, kind, rank), scores
+    return MaskTerm(cond, kind, rank, shape(node)[:-2]), scores
 
 
 def _same_shape(a: Node, b: Node) -> bool:
