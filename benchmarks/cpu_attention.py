@@ -121,12 +121,10 @@ def main() -> None:
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args()
     bandwidth = copy_bandwidth()
-    print(
-        f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}, copy {bandwidth / 1e9:.1f} GB/s"
-    )
-    print(
-        f"{'shape':<30} {'T':>3} {'dtype':<9} {'limit':>7} {'repeat_kv':>10} {'enable_gqa':>11} {'ours':>8} {'speedup':>8}  same bits"
-    )
+    machine = f"{platform.machine()}, {torch.get_num_threads()} threads"
+    print(f"{machine}, torch {torch.__version__}, copy {bandwidth / 1e9:.1f} GB/s; ms per layer")
+    titles = f"{'repeat_kv':>10} {'enable_gqa':>11} {'ours':>8} {'speedup':>8}  same bits"
+    print(f"{'shape':<30} {'T':>3} {'dtype':<9} {'limit':>7} {titles}")
     results = []
     for dtype in args.dtype:
         for shape in SHAPES:

@@ -22,7 +22,7 @@ DRAFT_ROOM = 64
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """Sizes; ``kv_heads`` divides ``heads``. ``repeat`` spells grouped heads: ``expand``, ``interleave``, ``gqa`` or ``grouped``."""
+    """Sizes; ``kv_heads`` divides ``heads``. ``repeat``: ``expand``, ``interleave``, ``gqa`` or ``grouped`` heads."""
 
     layers: int = 4
     hidden: int = 64

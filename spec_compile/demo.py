@@ -24,7 +24,7 @@ from spec_compile.loading import load_model, smollm2_path
 from spec_compile.models.cache import VerifyCache
 
 METHODS = ("greedy", "prompt_lookup", "spec_compile")
-LABELS = {"greedy": "HF greedy", "prompt_lookup": "HF prompt lookup", "spec_compile": "prompt lookup, spec_compile"}
+LABELS = {"greedy": "HF greedy", "prompt_lookup": "HF lookup", "spec_compile": "HF lookup + us"}
 
 
 @dataclass
@@ -226,33 +226,23 @@ def _print(console: Console, result: dict[str, Any], tokenizer: Any) -> None:
     for name in names[1:]:
         text = tokenizer.decode(result["text"][name], skip_special_tokens=True).strip().splitlines()
         console.print(f"[bold]{name}[/bold] {text[0][:100] if text else ''}", highlight=False)
-    table = Table(title="greedy tokens, three ways")
-    for column, justify in (("", "left"), ("tokens identical", "right"), ("acceptance length", "right"), ("tokens/s", "right")):
-        table.add_column(column, justify=justify)  # type: ignore[arg-type]
-    for name in ("source", "short 1", "short 2"):
-        table.add_column(f"tokens/s, {name}", justify="right")
+    table = Table(title="greedy decoding, three ways; tokens/s from the end of the prefill, after warm-up")
+    table.add_column("")
+    for column in ("same tokens", "acc. length", "tokens/s", "source", "short 1", "short 2"):
+        table.add_column(column, justify="right", no_wrap=True)
     for method in METHODS:
         m = result["methods"][method]
         cells = [f"{p['tokens_per_second']:.1f}" if p["tokens_per_second"] else "-" for p in m["prompts"]]
-        table.add_row(
-            LABELS[method],
-            f"{m['tokens_identical']:.1%}",
-            f"{m['mean_acceptance_length']:.2f}",
-            f"{m['tokens_per_second']:.1f}",
-            *cells,
-        )
+        summary = (f"{m['tokens_identical']:.1%}", f"{m['mean_acceptance_length']:.2f}", f"{m['tokens_per_second']:.1f}")
+        table.add_row(LABELS[method], *summary, *cells)
     console.print(table)
-    console.print(
-        f"{result['attention_layers_rewritten']} attention layers rewritten, {result['attention_layers_refused']} refused; "
-        f"{result['graphs_compiled']} graphs compiled in {result['compile_seconds']:.0f} s; whole demo {result['seconds_total']:.0f} s",
-        highlight=False,
-    )
+    layers = f"{result['attention_layers_rewritten']} attention layers rewritten, {result['attention_layers_refused']} refused"
+    compiled = f"{result['graphs_compiled']} graphs compiled in {result['compile_seconds']:.0f} s"
+    console.print(f"{layers}; {compiled}; whole demo {result['seconds_total']:.0f} s", highlight=False)
     for reason in result["refusals"]:
         console.print(f"refused: {reason}", highlight=False)
     for method in METHODS[1:]:
         for d in result["methods"][method]["differences"]:
-            console.print(
-                f"{LABELS[method]} differs from greedy at token {d['position']} of '{d['prompt']}': top-1 margin there is "
-                f"{d['top1_margin']:.2e} logits{' (a near tie)' if d['top1_margin'] < 1e-3 else ''}",
-                highlight=False,
-            )
+            margin = f"{d['top1_margin']:.2e} logits{' (a near tie)' if d['top1_margin'] < 1e-3 else ''}"
+            where = f"token {d['position']} of '{d['prompt']}'"
+            console.print(f"{LABELS[method]} differs from greedy at {where}; top-1 margin there: {margin}", highlight=False)

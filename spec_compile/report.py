@@ -136,17 +136,15 @@ class RewriteReport:
         }  # fmt: skip
 
     def __str__(self) -> str:
-        lines = [
-            f"spec_compile  {self.kind}  q_len {self.q_len}{' (dynamic)' if self.dynamic else ''}  cache {self.kv_len}  torch {torch.__version__}"
-        ]
+        rows = f"{self.q_len} (dynamic)" if self.dynamic else f"{self.q_len}"
+        lines = [f"spec_compile  {self.kind}  q_len {rows}  cache {self.kv_len}  torch {torch.__version__}"]
         if self.reason:
             lines.append(f"  {self.reason}")
         if self.passes:
             lines += ["", f"  {'pass':<20} {'hits':>5} {'refused':>8} {'exact':>6} {'ms':>8}"]
             for p in self.passes:
-                lines.append(
-                    f"  {p.name:<20} {p.hits:>5} {len(p.rejections):>8} {'yes' if p.exact else 'no':>6} {p.ms:>8.1f}  {', '.join(p.notes)}"
-                )
+                exact, notes = "yes" if p.exact else "no", ", ".join(p.notes)
+                lines.append(f"  {p.name:<20} {p.hits:>5} {len(p.rejections):>8} {exact:>6} {p.ms:>8.1f}  {notes}".rstrip())
         if self.attentions:
             lines += ["", f"  attention rewritten {len(self.rewritten)} of {len(self.attentions)}"]
             lines += [f"    {text}" for text in _grouped(self.rewritten)]

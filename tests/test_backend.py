@@ -277,7 +277,7 @@ def test_recompile_limit_is_announced(caplog: pytest.LogCaptureFixture) -> None:
         torch._dynamo.reset()
         strict = compiled(model, sink, strict=True)
         strict(ids(3), cache=DecoderCache(model.config, 50))
-        with pytest.raises(Exception, match="StrictError.*recompile_limit"):
+        with pytest.raises(Exception, match=r"StrictError.*recompile_limit"):
             strict(ids(4), cache=DecoderCache(model.config, 50))
 
 
@@ -287,7 +287,7 @@ def test_zero_rewrites_warn_and_strict_raises(caplog: pytest.LogCaptureFixture) 
         compiled(model, sink)(ids(9), past_key_values=sc.VerifyCache(model, max_len=100))
     assert "0 attentions rewritten" in caplog.text and "MLA" in caplog.text
     torch._dynamo.reset()
-    with torch.no_grad(), pytest.raises(Exception, match="StrictError.*MLA"):
+    with torch.no_grad(), pytest.raises(Exception, match=r"StrictError.*MLA"):
         compiled(model, sink, strict=True)(ids(9), past_key_values=sc.VerifyCache(model, max_len=100))
 
 
