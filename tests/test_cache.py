@@ -115,7 +115,9 @@ def test_everything_is_marked_static(llama: Any) -> None:
         for tensor in (layer.keys, layer.values, layer.cumulative_length):
             assert hasattr(tensor, MARK)
     cache.check_static()
-    addresses = [tensor.data_ptr() for layer in cache.layers for tensor in (layer.keys, layer.values, layer.cumulative_length)]
+    addresses = [
+        tensor.data_ptr() for layer in cache.layers for tensor in (layer.keys, layer.values, layer.cumulative_length)
+    ]
     forward(llama, cache, tokens(5))
     cache.crop(-2)
     cache.reset()
@@ -162,7 +164,9 @@ def test_capacity_and_room(llama: Any) -> None:
     for rows, drafts in ((MAX_ROWS + 3, True), (3, False)):
         with pytest.raises(CacheError) as caught:
             cache.require_room(rows, drafts)
-        assert f"it holds 8 tokens and {rows} more are to be written, but max_len is 10 (plus 64 slots" in str(caught.value)
+        assert f"it holds 8 tokens and {rows} more are to be written, but max_len is 10 (plus 64 slots" in str(
+            caught.value
+        )
         assert "VerifyCache(model, max_len=...)" in str(caught.value)
 
 
@@ -185,7 +189,10 @@ def test_crop(llama: Any) -> None:
         assert [int(layer.cumulative_length) for layer in cache.layers] == [left] * 2
 
 
-@pytest.mark.parametrize(("step", "text"), [(-13, "13 tokens to remove, 12 held"), (1, "takes the negative number"), (torch.tensor(2), "negative")])
+@pytest.mark.parametrize(
+    ("step", "text"),
+    [(-13, "13 tokens to remove, 12 held"), (1, "takes the negative number"), (torch.tensor(2), "negative")],
+)
 def test_bad_crops_change_nothing(llama: Any, step: Any, text: str) -> None:
     cache = VerifyCache(llama, 40)
     forward(llama, cache, tokens(12))
@@ -249,7 +256,11 @@ def test_made_in_inference_mode_works_outside(llama: Any) -> None:
     with torch.inference_mode():
         cache = VerifyCache(llama, 40)
         forward(llama, cache, tokens(5))
-    assert not any(tensor.is_inference() for layer in cache.layers for tensor in (layer.keys, layer.values, layer.cumulative_length))
+    assert not any(
+        tensor.is_inference()
+        for layer in cache.layers
+        for tensor in (layer.keys, layer.values, layer.cumulative_length)
+    )
     forward(llama, cache, tokens(5, 1))
     cache.crop(-2)
     cache.reset()

@@ -44,7 +44,9 @@ def test_explain_prints_the_table(folder: Callable[[str], Path], capsys: pytest.
     assert "spec-compile:" not in err
 
 
-def test_json_holds_the_numbers(folder: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_holds_the_numbers(
+    folder: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     target = tmp_path / "report.json"
     assert explain(folder("llama"), "--json", str(target), "--batch", "3") == 0
     data = json.loads(target.read_text(encoding="utf-8"))
@@ -61,7 +63,13 @@ def test_json_holds_the_numbers(folder: Callable[[str], Path], tmp_path: Path, c
     assert "attention rewritten 2 of 2" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("which", "present", "absent"), [("before", "aten.scaled_dot_product", "spec_compile."), ("after", "spec_compile.attention_folded_v1", "aten.scaled_dot_product")])
+@pytest.mark.parametrize(
+    ("which", "present", "absent"),
+    [
+        ("before", "aten.scaled_dot_product", "spec_compile."),
+        ("after", "spec_compile.attention_folded_v1", "aten.scaled_dot_product"),
+    ],
+)
 def test_graph(
     folder: Callable[[str], Path], capsys: pytest.CaptureFixture[str], which: str, present: str, absent: str
 ) -> None:
@@ -115,7 +123,14 @@ def test_bad_model_paths(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 @pytest.mark.parametrize(
     "content",
-    ["{", "[]", "{}", '{"model_type": "no_such_model"}', '{"model_type": "t5"}', '{"model_type": "llama", "hidden_size": "wide"}'],
+    [
+        "{",
+        "[]",
+        "{}",
+        '{"model_type": "no_such_model"}',
+        '{"model_type": "t5"}',
+        '{"model_type": "llama", "hidden_size": "wide"}',
+    ],
 )
 def test_damaged_config(tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str) -> None:
     (tmp_path / "config.json").write_text(content)
@@ -215,7 +230,14 @@ def test_bad_numbers(
 
 @pytest.mark.parametrize(
     "argv",
-    [[], ["nonsense"], ["explain"], ["explain", "m", "--draft-len", "many"], ["explain", "m", "--graph", "middle"], ["demo", "--nope"]],
+    [
+        [],
+        ["nonsense"],
+        ["explain"],
+        ["explain", "m", "--draft-len", "many"],
+        ["explain", "m", "--graph", "middle"],
+        ["demo", "--nope"],
+    ],
 )
 def test_usage_errors_exit_with_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
@@ -225,7 +247,11 @@ def test_usage_errors_exit_with_2(argv: list[str], capsys: pytest.CaptureFixture
 
 
 def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
-    for argv, text in ((["--version"], f"spec-compile {__version__}"), (["--help"], "explain"), (["explain", "--help"], "--json FILE")):
+    for argv, text in (
+        (["--version"], f"spec-compile {__version__}"),
+        (["--help"], "explain"),
+        (["explain", "--help"], "--json FILE"),
+    ):
         with pytest.raises(SystemExit) as caught:
             cli.main(argv)
         assert caught.value.code == 0
@@ -241,7 +267,9 @@ def test_interrupt_exits_with_130(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert capsys.readouterr().err.strip() == "spec-compile: interrupted"
 
 
-def test_errors_exit_with_1_and_bugs_with_a_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_exit_with_1_and_bugs_with_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def ours(args: Any) -> dict[str, Any]:
         raise SpecCompileError("name and remedy")
 

@@ -115,7 +115,7 @@ def test_one_marker_per_layer(name: str) -> None:
     assert calls.markers == 0
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "gpt2", "mistral", "llama4"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
 def test_detection_starts_at_the_marker(name: str) -> None:
     model = prepare(build(name, FAMILIES[name].implementations[0]))
     report = explain(model, VerifyCache(model, 40), draft_len=4)
@@ -156,7 +156,9 @@ def test_left_padding(name: str) -> None:
     mask[0, :5] = 0
     eager, model = build(name, "eager"), prepare(build(name, FAMILIES[name].implementations[0]))
     with torch.no_grad():
-        found, wanted = (m(input_ids=tokens(12, 0, 2), attention_mask=mask, use_cache=False).logits for m in (model, eager))
+        found, wanted = (
+            m(input_ids=tokens(12, 0, 2), attention_mask=mask, use_cache=False).logits for m in (model, eager)
+        )
     assert close(found[1], wanted[1])
     assert close(found[0, 5:], wanted[0, 5:])
 
@@ -207,7 +209,7 @@ def test_two_models_are_independent() -> None:
 
 
 def test_bloom_has_no_attention_interface() -> None:
-    """BLOOM spells its attention itself: ``prepare`` says so and leaves it as it was; the structural detector covers it."""
+    """BLOOM spells its attention itself: ``prepare`` says so and changes nothing; the structural detector covers it."""
     model = build("bloom", "eager")
     with torch.no_grad():
         before = model(input_ids=tokens(5), use_cache=False).logits
@@ -250,4 +252,6 @@ def logged(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixtur
 
 def test_prepare_warns_about_nothing(logged: pytest.LogCaptureFixture) -> None:
     restore(prepare(build("llama", "sdpa")))
-    assert [record.getMessage() for record in logged.records if record.name.startswith(("spec_compile", "transformers"))] == []
+    assert [
+        record.getMessage() for record in logged.records if record.name.startswith(("spec_compile", "transformers"))
+    ] == []

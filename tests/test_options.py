@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch._inductor.compile_fx
 import torch.nn.functional as F
 
 from spec_compile.backend import spec_compile_backend
@@ -24,7 +26,9 @@ def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SPEC_COMPILE_DUMP", raising=False)
 
 
-def step(q: torch.Tensor, new: torch.Tensor, cache: torch.Tensor, position: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def step(
+    q: torch.Tensor, new: torch.Tensor, cache: torch.Tensor, position: torch.Tensor, mask: torch.Tensor
+) -> torch.Tensor:
     """A verify forward of one attention layer whose K is also its V."""
     cache.index_copy_(2, position, new)
     k = cache[:, :, None].expand(-1, -1, 2, -1, -1).reshape(1, 4, 64, 16)
@@ -47,7 +51,13 @@ def test_defaults() -> None:
 
 
 def test_given_options_are_kept_and_not_changed() -> None:
-    given = {"plan": {"attention": {"block_size": 32}}, "strict": True, "max_q_len": 5, "lowering": "reference", "codegen": "eager"}
+    given = {
+        "plan": {"attention": {"block_size": 32}},
+        "strict": True,
+        "max_q_len": 5,
+        "lowering": "reference",
+        "codegen": "eager",
+    }
     kept = dict(given)
     options = Options.parse(given, "reduce-overhead")
     assert given == kept
@@ -68,8 +78,9 @@ def test_unknown_key_lists_the_known_ones() -> None:
     [
         ("strict", 1), ("strict", "yes"), ("strict", None), ("cudagraphs", 0), ("cudagraphs", "auto"),
         ("max_q_len", 0), ("max_q_len", -1), ("max_q_len", MAX_ROWS + 1), ("max_q_len", "8"), ("max_q_len", 8.0),
-        ("max_q_len", None), ("max_q_len", True), ("block_size", 0), ("block_size", 48), ("block_size", 256), ("block_size", "64"),
-        ("block_size", None), ("block_size", 64.0), ("lowering", "triton"), ("lowering", None), ("lowering", []),
+        ("max_q_len", None), ("max_q_len", True), ("block_size", 0), ("block_size", 48), ("block_size", 256),
+        ("block_size", "64"), ("block_size", None), ("block_size", 64.0), ("lowering", "triton"),
+        ("lowering", None), ("lowering", []),
         ("codegen", "aot_eager"), ("codegen", None), ("dump", 3), ("on_report", "print"),
     ],
 )  # fmt: skip
@@ -78,7 +89,9 @@ def test_bad_values_name_the_option(name: str, bad: Any) -> None:
         Options.parse({name: bad})
 
 
-@pytest.mark.parametrize(("name", "good"), [("max_q_len", 1), ("max_q_len", MAX_ROWS), *(("block_size", b) for b in (8, 16, 32, 64, 128))])
+@pytest.mark.parametrize(
+    ("name", "good"), [("max_q_len", 1), ("max_q_len", MAX_ROWS), *(("block_size", b) for b in (8, 16, 32, 64, 128))]
+)
 def test_limits_are_inclusive(name: str, good: int) -> None:
     assert getattr(Options.parse({name: good}), name) == good
 
@@ -140,11 +153,17 @@ def test_max_q_len_decides_what_is_a_verify_forward() -> None:
     assert "prefill: q_len 3 is above max_q_len 2" in reports[0].reason
 
 
-@pytest.mark.slow
-def test_cudagraphs_on_cpu_is_noted() -> None:
-    reports: list[RewriteReport] = []
-    torch.compile(step, backend="spec_compile", options={"cudagraphs": True, "on_report": reports.append})(*step_inputs())
+def test_cudagraphs_on_cpu_is_noted_and_not_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    patches: list[Any] = []
+
+    def compile_fx(gm: torch.fx.GraphModule, inputs: list[Any], config_patches: Any = None) -> Any:
+        patches.append(config_patches)
+        return gm.forward
+
+    monkeypatch.setattr(sys.modules["torch._inductor.compile_fx"], "compile_fx", compile_fx)
+    _, reports = compiled_reports(codegen="inductor", cudagraphs=True)
     assert reports[0].notes == ["cudagraphs has no effect on CPU"]
+    assert patches == [None]
 
 
 def test_off_switch_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,5 +182,5 @@ def test_off_switch_ignores_even_bad_options(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("options", [{"nonsense": 1}, {"max_q_len": 0}])
 def test_bad_options_reach_the_caller_of_the_compiled_function(options: dict[str, Any]) -> None:
-    with pytest.raises(Exception, match="unknown option|max_q_len"):
+    with pytest.raises(Exception, match=r"unknown option|max_q_len"):
         torch.compile(step, backend="spec_compile", options=options)(*step_inputs())

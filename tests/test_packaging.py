@@ -75,78 +75,78 @@ def test_requirements_agree_with_the_version_check() -> None:
         assert any(line.startswith(low["transformers"]) for line in lines(config["options.extras_require"][extra]))
 
 
-@pytest.mark.parametrize("folder", ["passes", "models"])
-def test_mapped_folders_are_not_importable_by_themselves(folder: str) -> None:
-    done = run(f"import {folder}", ROOT)
-    assert done.returncode == 1
-    assert f"ImportError: import spec_compile.{folder}; the folder '{folder}' is mapped" in done.stderr
-
-
-def test_kernels_folder_registers_nothing_under_another_name() -> None:
-    """``import kernels`` works, because transformers probes for a package of that name; its operators stay ours."""
-    done = run(
-        "import kernels, torch; print(kernels.__version__, hasattr(torch.ops.spec_compile, 'attention_v1'))", ROOT
-    )  # fmt: skip
-    assert done.stdout.split() == ["0", "False"], done.stderr
-    done = run("import spec_compile.kernels.library\nimport kernels.library", ROOT)
-    assert done.returncode == 1
-    assert "ImportError: import spec_compile.kernels.library" in done.stderr
-
-
-def test_a_failed_import_of_passes_leaves_one_registration() -> None:
+def test_mapped_folders_are_not_importable_by_themselves() -> None:
+    """From a checkout ``import passes`` explains itself, and nothing is registered twice afterwards."""
     code = """
 import torch
-try:
-    import passes
-except ImportError:
-    import spec_compile.passes, spec_compile.kernels.library
+for folder in ("passes", "models"):
+    try:
+        __import__(folder)
+    except ImportError as error:
+        print(error)
+import spec_compile.passes, spec_compile.kernels.library
 from spec_compile.passes.base import registered_passes
 names = [cls.__name__ for cls in registered_passes()]
 print(len(names) == len(set(names)) > 0, hasattr(torch.ops.spec_compile, "attention_v1"))
 """
     done = run(code, ROOT)
-    assert done.stdout.split() == ["True", "True"], done.stderr
+    assert done.returncode == 0, done.stderr
+    for folder, line in zip(("passes", "models"), done.stdout.splitlines()):
+        assert line.startswith(f"import spec_compile.{folder}; the folder '{folder}' is mapped into the package")
+    assert done.stdout.splitlines()[2] == "True True"
 
 
-@pytest.mark.parametrize("modules", ["spec_compile", "spec_compile.plan, spec_compile.errors, spec_compile.report"])
-def test_import_needs_torch_alone(tmp_path: Path, modules: str) -> None:
-    code = f"import torch, sys; before = set(sys.modules); import {modules}; print(*sorted(set(sys.modules) - before))"
+def test_kernels_folder_registers_nothing_under_another_name() -> None:
+    """``import kernels`` works, because transformers probes for a package of that name; its operators stay ours."""
+    code = """
+import kernels, torch
+print(kernels.__version__, hasattr(torch.ops.spec_compile, "attention_v1"))
+import spec_compile.kernels.library
+import kernels.library
+"""
+    done = run(code, ROOT)
+    assert done.stdout.split() == ["0", "False"], done.stderr
+    assert done.returncode == 1
+    assert "ImportError: import spec_compile.kernels.library" in done.stderr
+
+
+def test_import_needs_torch_alone(tmp_path: Path) -> None:
+    code = """
+import sys, torch
+before = set(sys.modules)
+import spec_compile, spec_compile.cli
+print(*sorted(set(sys.modules) - before))
+import spec_compile.plan, spec_compile.report, spec_compile.backend, spec_compile.explainer, spec_compile.verify
+from spec_compile import SparsityPlan, compile_verify, explain, prepare
+print(*sorted(set(sys.modules) - before))
+"""
     done = run(code, tmp_path)
     assert done.returncode == 0, done.stderr
-    added = {name.split(".")[0] for name in done.stdout.split()}
-    assert "spec_compile" in added
-    assert not added & set(HEAVY)
-
-
-def test_no_command_line_import_needs_more_than_the_standard_library(tmp_path: Path) -> None:
-    """``spec-compile --help`` answers without loading torch's compiler or transformers."""
-    code = "import sys, spec_compile.cli; print(*[m for m in ('transformers', 'rich', 'triton') if m in sys.modules])"
-    done = run(code, tmp_path)
-    assert (done.returncode, done.stdout.split()) == (0, []), done.stderr
+    light, full = ({name.split(".")[0] for name in line.split()} for line in done.stdout.splitlines())
+    assert "spec_compile" in light
+    assert not full & set(HEAVY)
+    assert not light & {*HEAVY, "sympy", "numpy"}
 
 
 def test_import_costs_little_over_torch(tmp_path: Path) -> None:
     """The bar: at most 0.3 s over ``import torch``; the best of three counts."""
     code = "import time, torch; start = time.perf_counter(); import spec_compile; print(time.perf_counter() - start)"
-    assert min(float(run(code, tmp_path).stdout) for _ in range(3)) <= 0.3
+    assert any(float(run(code, tmp_path).stdout) <= 0.3 for _ in range(3))
 
 
-def test_backend_is_listed_without_an_import(tmp_path: Path) -> None:
-    code = (
-        "import torch, sys; names = torch._dynamo.list_backends(exclude_tags=()); "
-        "print('spec_compile' in names, 'spec_compile' in sys.modules)"
-    )
+def test_backend_is_listed_without_an_import_and_found_by_name(tmp_path: Path) -> None:
+    code = """
+import sys, torch
+names = torch._dynamo.list_backends(exclude_tags=())
+print("spec_compile" in names, "spec_compile" in sys.modules)
+from torch._dynamo.backends.registry import lookup_backend
+found = lookup_backend("spec_compile")
+print(found.__module__, found.__name__, any(m in sys.modules for m in ("transformers", "onnx", "rich")))
+"""
     done = run(code, tmp_path)
-    assert done.stdout.split() == ["True", "False"], done.stderr
-
-
-def test_backend_is_found_by_name(tmp_path: Path) -> None:
-    code = (
-        "import torch, sys; from torch._dynamo.backends.registry import lookup_backend; found = lookup_backend('spec_compile'); "
-        "print(found.__module__, found.__name__, any(m in sys.modules for m in ('transformers', 'onnx', 'rich')))"
+    assert done.stdout.split() == ["True", "False", "spec_compile.backend", "spec_compile_backend", "False"], (
+        done.stderr
     )
-    done = run(code, tmp_path)
-    assert done.stdout.split() == ["spec_compile.backend", "spec_compile_backend", "False"], done.stderr
 
 
 @pytest.mark.parametrize("name", spec_compile.__all__)
@@ -201,18 +201,28 @@ def test_who_imports_transformers() -> None:
 @pytest.mark.parametrize("folder", ["kernels", "passes"])
 def test_imports_run_one_way(folder: str) -> None:
     """kernels import nothing of ours but kernels; passes import kernels and errors, never the compiler on top."""
-    allowed = {"kernels": ("spec_compile.kernels",), "passes": ("spec_compile.kernels", "spec_compile.passes", "spec_compile.errors")}
+    allowed = {
+        "kernels": ("spec_compile.kernels",),
+        "passes": ("spec_compile.kernels", "spec_compile.passes", "spec_compile.errors"),
+    }
     for path in (ROOT / folder).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             for name in names:
-                assert not name.startswith("spec_compile") or name.startswith(allowed[folder]), f"{path.name} imports {name}"
+                assert not name.startswith("spec_compile") or name.startswith(allowed[folder]), (
+                    f"{path.name} imports {name}"
+                )
 
 
 @pytest.mark.parametrize(
     ("text", "parsed"),
-    [("2.13.0+cpu", (2, 13, 0)), ("2.11.0a0+git123", (2, 11, 0)), ("5.17", (5, 17, 0)), ("2.12.1.dev20260101", (2, 12, 1))],
+    [
+        ("2.13.0+cpu", (2, 13, 0)),
+        ("2.11.0a0+git123", (2, 11, 0)),
+        ("5.17", (5, 17, 0)),
+        ("2.12.1.dev20260101", (2, 12, 1)),
+    ],
 )
 def test_parse_version(text: str, parsed: tuple[int, ...]) -> None:
     assert _compat.parse_version(text) == parsed
