@@ -12,14 +12,16 @@ import itertools
 from typing import Any
 
 import torch
-from transformers import StaticCache
-from transformers.cache_utils import StaticLayer, get_layer_types_and_kwargs
 
 from spec_compile import _compat
 from spec_compile.errors import CacheError
 from spec_compile.options import MAX_ROWS
 
+# Before the imports that a missing or older transformers fails.
 _compat.check_installed("transformers")
+
+from transformers import StaticCache  # noqa: E402
+from transformers.cache_utils import StaticLayer, get_layer_types_and_kwargs  # noqa: E402
 
 _ATTENTION_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
 _STATIC_MARK = "_dynamo_static_input_type"
@@ -45,11 +47,11 @@ class VerifyCache(StaticCache):
     layers: Any
 
     def __init__(self, model: Any, max_len: int, batch: int = 1, dtype: torch.dtype | None = None) -> None:
-        if not isinstance(max_len, int) or max_len < 1:
+        if not isinstance(max_len, int) or isinstance(max_len, bool) or max_len < 1:
             raise CacheError(f"VerifyCache: max_len must be at least 1, got {max_len!r}")
-        if not isinstance(batch, int) or batch < 1:
+        if not isinstance(batch, int) or isinstance(batch, bool) or batch < 1:
             raise CacheError(f"VerifyCache: batch must be at least 1, got {batch!r}")
-        if not hasattr(model, "config"):
+        if not hasattr(getattr(model, "config", None), "get_text_config"):
             raise CacheError(f"VerifyCache needs a transformers model, got {type(model).__name__}")
         config = model.config.get_text_config(decoder=True)
         layer_types, _ = get_layer_types_and_kwargs(config)
@@ -59,8 +61,10 @@ class VerifyCache(StaticCache):
                     f"VerifyCache: layer {index} of {type(model).__name__} is {kind!r}; only attention layers "
                     f"({', '.join(_ATTENTION_LAYERS)}) can be rolled back"
                 )
-        super().__init__(config=config, max_cache_len=max_len + MAX_ROWS)
-        self.layers = [StaticLayer(max_cache_len=max_len + MAX_ROWS) for _ in layer_types]
+        # Inference tensors cannot be updated outside inference mode, and each layer makes its length here.
+        with torch.inference_mode(False):
+            super().__init__(config=config, max_cache_len=max_len + MAX_ROWS)
+            self.layers = [StaticLayer(max_cache_len=max_len + MAX_ROWS) for _ in layer_types]
         self.max_len = max_len
         self._allocate(model, batch, dtype)
 

@@ -48,6 +48,10 @@ def prepare(model: Any) -> Any:
     except (ValueError, KeyError, ImportError) as error:
         model.config._attn_implementation = before
         raise OptionsError(f"{type(model).__name__} does not accept attention hooks: {error}") from error
+    if model.config._attn_implementation != NAME:
+        raise OptionsError(
+            f"{type(model).__name__} does not accept attention hooks: it does not use transformers' attention interface"
+        )
     setattr(model, _PREVIOUS, before)
     return model
 
@@ -58,9 +62,9 @@ def restore(model: Any) -> Any:
     Raises:
         OptionsError: the model is not prepared.
     """
-    if disabled():
-        return model
     if not hasattr(model, _PREVIOUS):
+        if disabled():
+            return model
         raise OptionsError("this model is not prepared; nothing to restore")
     model.set_attn_implementation(getattr(model, _PREVIOUS))
     delattr(model, _PREVIOUS)

@@ -165,6 +165,8 @@ def _randomise(model: torch.nn.Module, seed: int) -> None:
         noise = torch.randn(weight.shape, generator=generator).to(weight.dtype)
         if path.endswith("sinks"):
             weight.copy_(noise)
+        elif path.endswith("bias"):
+            weight.copy_(noise * 0.1)
         elif weight.dim() >= 2:
             weight.copy_(noise * 0.2)
         else:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.metadata
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -79,6 +81,19 @@ def trace_artifact(name: str, text: str) -> None:
     from torch._logging import trace_structured
 
     trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=lambda: text)
+
+
+@contextlib.contextmanager
+def allow_real_constants() -> Iterator[None]:
+    """Let Dynamo mix fake tensors with constants that ``torch.tensor(0.0, device="meta")`` makes: those stay real."""
+    from torch._subclasses.fake_tensor import fake_tensor_tls
+
+    before = fake_tensor_tls.allow_non_fake_inputs_override
+    fake_tensor_tls.allow_non_fake_inputs_override = True
+    try:
+        yield
+    finally:
+        fake_tensor_tls.allow_non_fake_inputs_override = before
 
 
 def name_constants(gm: Any) -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from spec_compile._version import __version__
 from spec_compile.errors import SpecCompileError
+from spec_compile.files import write_whole
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -43,18 +42,11 @@ def build_parser() -> argparse.ArgumentParser:
 
 def write_json(path: Path, data: dict[str, Any]) -> None:
     """Write whole or not at all."""
+    text = json.dumps(data, indent=2) + "\n"
     try:
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
+        write_whole(path, text)
     except OSError as error:
         raise SpecCompileError(f"--json {path}: {error.strerror or error}") from None
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(data, file, indent=2)
-            file.write("\n")
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
 
 
 def run_explain(args: argparse.Namespace) -> dict[str, Any]:

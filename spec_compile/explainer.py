@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from spec_compile import _compat
 from spec_compile.backend import compile_graph
-from spec_compile.errors import OptionsError
+from spec_compile.errors import OptionsError, SpecCompileError
 from spec_compile.options import Options
 from spec_compile.passes.nodes import hint
 from spec_compile.report import RewriteReport
@@ -47,8 +48,19 @@ def explain(model: Any, cache: Any, draft_len: int = 8, plan: Any = None, **opti
     device = next(model.parameters()).device
     batch = cache.layers[0].keys.shape[0] if hasattr(cache, "layers") else 1
     ids = torch.zeros(batch, draft_len + 1, dtype=torch.int64, device=device)
-    with torch.no_grad():
-        torch.compile(call_model(model), backend=backend, dynamic=False)(ids, None, None, cache)
+    with torch.no_grad(), _compat.allow_real_constants():
+        run = torch.compile(call_model(model), backend=backend, dynamic=False)
+        try:
+            run(ids, None, None, cache)
+        except SpecCompileError:
+            raise
+        except Exception:
+            # Some families (OPT, BLOOM) read positions off a padding mask.
+            if not hasattr(cache, "layers"):
+                raise
+            reports.clear()
+            positions = torch.arange(draft_len + 1, device=device).repeat(batch, 1)
+            run(ids, positions, ids.new_ones(batch, cache.layers[0].keys.shape[2]), cache)
     return _merge(reports)
 
 

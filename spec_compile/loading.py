@@ -55,7 +55,7 @@ def load_model(path: Path, dtype: torch.dtype = torch.float32, attention: str = 
     try:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention, **extra)
         tokenizer = AutoTokenizer.from_pretrained(folder, **extra)
-    except (OSError, ValueError, KeyError, IndexError) as error:
+    except Exception as error:
         raise OptionsError(f"cannot load {path}: {error}") from error
     return model.eval(), tokenizer
 
@@ -74,6 +74,6 @@ def load_skeleton(path: Path, dtype: torch.dtype = torch.bfloat16, attention: st
         config = AutoConfig.from_pretrained(folder, **extra)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
-    except (OSError, ValueError, KeyError, IndexError, ImportError) as error:
+    except Exception as error:
         raise OptionsError(f"cannot read the config of {path}: {error}") from error
     return model.eval()

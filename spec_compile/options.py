@@ -49,13 +49,18 @@ class Options:
         for name in ("strict", "cudagraphs"):
             if not isinstance(getattr(self, name), bool):
                 raise OptionsError(f"options[{name!r}] must be True or False, got {getattr(self, name)!r}")
-        if not isinstance(self.max_q_len, int) or not 1 <= self.max_q_len <= MAX_ROWS:
+        if not isinstance(self.max_q_len, int) or isinstance(self.max_q_len, bool) or not 1 <= self.max_q_len <= MAX_ROWS:
             raise OptionsError(f"options['max_q_len'] must lie in 1..{MAX_ROWS}, got {self.max_q_len!r}")
-        if self.block_size not in (8, 16, 32, 64, 128):
+        if not isinstance(self.block_size, int) or self.block_size not in (8, 16, 32, 64, 128):
             raise OptionsError(f"options['block_size'] must be 8, 16, 32, 64 or 128, got {self.block_size!r}")
         for name, allowed in (("lowering", ("auto", "folded", "reference")), ("codegen", ("inductor", "eager"))):
             if getattr(self, name) not in allowed:
                 raise OptionsError(f"options[{name!r}] must be one of {allowed}, got {getattr(self, name)!r}")
+
+        if self.dump is not None and not isinstance(self.dump, str | os.PathLike):
+            raise OptionsError(f"options['dump'] must be a folder, got {self.dump!r}")
+        if self.on_report is not None and not callable(self.on_report):
+            raise OptionsError(f"options['on_report'] must be callable, got {self.on_report!r}")
 
     @classmethod
     def parse(cls, options: dict[str, Any] | None, mode: str | None = None) -> Options:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import tempfile
 import types
 import typing
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from spec_compile.errors import PlanError, PlanNotYetError
+from spec_compile.files import write_whole
 
 SCHEMA_VERSION = 1
 
@@ -25,6 +25,22 @@ SCHEMA_VERSION = 1
 def _check(ok: bool, where: str, text: str) -> None:
     if not ok:
         raise PlanError(f"plan.{where}: {text}")
+
+
+def _check_types(plan: Any, section: str = "") -> None:
+    hints = typing.get_type_hints(type(plan))
+    for name in (f.name for f in dataclasses.fields(plan)):
+        value = getattr(plan, name)
+        if isinstance(value, list):
+            value = tuple(value)
+            object.__setattr__(plan, name, value)
+        _check(_fits(value, hints[name]), section + name, f"expected {_spell(hints[name])}, got {value!r}")
+
+
+def _layers(plan: Any, section: str, *names: str) -> None:
+    for name in names:
+        layers = getattr(plan, name) or ()
+        _check(all(layer >= 0 for layer in layers), f"{section}.{name}", f"layers count from 0, got {layers}")
 
 
 def _positive(value: int | None, where: str) -> None:
@@ -73,6 +89,7 @@ class AttentionPlan:
     dense_first: int = 0
 
     def __post_init__(self) -> None:
+        _check_types(self, "attention.")
         if isinstance(self.budget, float):
             _check(0.0 < self.budget <= 1.0, "attention.budget", f"a fraction must lie in (0, 1], got {self.budget}")
         else:
@@ -105,11 +122,7 @@ class AttentionPlan:
             _check(pattern[0] == "S", "attention.index_topk_pattern", f"layer 0 must select (S), got {pattern!r}")
         given = [n for n in ("index_topk_freq", "index_topk_pattern", "anchors") if getattr(self, n) is not None]
         _check(len(given) <= 1, "attention", f"{' and '.join(given)} exclude each other")
-        for name in ("anchors", "include", "exclude"):
-            layers = getattr(self, name)
-            if layers is not None:
-                object.__setattr__(self, name, tuple(layers))
-                _check(all(layer >= 0 for layer in layers), f"attention.{name}", f"layers count from 0, got {layers}")
+        _layers(self, "attention", "anchors", "include", "exclude")
 
     @property
     def exact(self) -> bool:
@@ -132,15 +145,14 @@ class FfnPlan:
     exclude: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        _check_types(self, "ffn.")
         if isinstance(self.threshold, str):
             _check(self.threshold == "auto", "ffn.threshold", f"must be a number or 'auto', got {self.threshold!r}")
         elif self.threshold is not None:
             _check(self.threshold >= 0, "ffn.threshold", f"must not be negative, got {self.threshold}")
         _fraction(self.budget, "ffn.budget")
         _check(self.threshold is None or self.budget is None, "ffn", "threshold and budget exclude each other")
-        for name in ("include", "exclude"):
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, tuple(getattr(self, name)))
+        _layers(self, "ffn", "include", "exclude")
 
     @property
     def exact(self) -> bool:
@@ -170,11 +182,11 @@ class MoePlan:
     renormalize: bool | None = None
 
     def __post_init__(self) -> None:
+        _check_types(self, "moe.")
         for name in ("skip", "top_k", "expert_budget"):
             _positive(getattr(self, name), f"moe.{name}")
         _fraction(self.ratio, "moe.ratio")
         if self.betas is not None:
-            object.__setattr__(self, "betas", tuple(self.betas))
             for layer, beta in enumerate(self.betas):
                 _fraction(beta, f"moe.betas[{layer}]")
         _check((self.skip is None) == (self.betas is None), "moe.betas", "skip and betas go together")
@@ -198,6 +210,7 @@ class AuditPlan:
     margin: float | None = None
 
     def __post_init__(self) -> None:
+        _check_types(self, "audit.")
         _check(2 <= self.window <= 32, "audit.window", f"must lie in 2..32, got {self.window}")
         _check(self.margin is None or self.margin >= 0, "audit.margin", f"must not be negative, got {self.margin}")
 
@@ -216,6 +229,7 @@ class SparsityPlan:
     version: int = field(default=SCHEMA_VERSION)
 
     def __post_init__(self) -> None:
+        _check_types(self)
         _check(
             self.version == SCHEMA_VERSION,
             "version", f"this version reads schema {SCHEMA_VERSION}, the plan has {self.version}",
@@ -242,16 +256,7 @@ class SparsityPlan:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write JSON; the file is replaced whole or not at all."""
-        target = Path(path)
-        handle, name = tempfile.mkstemp(dir=target.parent, prefix=target.name, suffix=".part")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                json.dump(self.to_dict(), file, indent=2)
-                file.write("\n")
-            os.replace(name, target)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
+        write_whole(Path(path), json.dumps(self.to_dict(), indent=2) + "\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> SparsityPlan:
@@ -302,15 +307,10 @@ def _read(cls: Any, raw: Any, where: str) -> Any:
     unknown = [key for key in raw if key not in fields]
     if unknown:
         raise PlanError(f"{where}: unknown key {unknown[0]!r}; known keys are {', '.join(fields)}")
-    hints = typing.get_type_hints(cls)
     values: dict[str, Any] = {}
     for key, given in raw.items():
         if cls is SparsityPlan and key in _SECTIONS and isinstance(given, dict):
             given = _read(_SECTIONS[key], given, f"{where}.{key}")
-        elif isinstance(given, list):
-            given = tuple(given)
-        if not _fits(given, hints[key]):
-            raise PlanError(f"{where}.{key}: expected {_spell(hints[key])}, got {given!r}")
         values[key] = given
     return cls(**values)
 

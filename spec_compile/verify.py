@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -113,6 +114,11 @@ class VerifyFunction:
             inner = getattr(error, "inner_exception", None)
             if isinstance(inner, SpecCompileError):
                 raise inner from None
+            if attention_mask is None and isinstance(error, torch._dynamo.exc.TorchDynamoException):
+                raise OptionsError(
+                    f"{type(self.model).__name__} could not be traced without an attention_mask; if it reads positions off a "
+                    "padding mask, pass attention_mask=torch.ones(B, held + T)"
+                ) from error
             raise
 
     def _check(self, input_ids: Tensor, sparse: bool | None) -> int:
@@ -134,9 +140,13 @@ class VerifyFunction:
 
     def _complete(self, input_ids: Tensor, position_ids: Tensor | None, attention_mask: Any) -> tuple[Tensor | None, Any]:
         """Pad a 2-D mask to the cache, so that its shape never changes, and derive positions from it."""
+        batch, rows = input_ids.shape
+        if position_ids is not None and tuple(position_ids.shape) not in ((1, rows), (batch, rows)):
+            raise OptionsError(f"position_ids must be [B, T] = {[batch, rows]}, got {list(position_ids.shape)}")
+        if isinstance(attention_mask, dict) and not _takes_dicts(self.model) and len(attention_mask) == 1:
+            return position_ids, next(iter(attention_mask.values()))
         if not isinstance(attention_mask, Tensor):
             return position_ids, attention_mask
-        batch, rows = input_ids.shape
         held = int(self.cache.get_seq_length())
         slots = self.cache.layers[0].keys.shape[2]
         if attention_mask.dim() == 2:
@@ -145,19 +155,20 @@ class VerifyFunction:
                     f"a 2-D attention_mask must be [B, held + T] = {[batch, held + rows]}, got {list(attention_mask.shape)}"
                 )
             if position_ids is None:
-                position_ids = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, held:]
+                # A slice keeps the strides of the whole, on which Dynamo would guard.
+                position_ids = (
+                    (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, held:].clone(memory_format=torch.contiguous_format)
+                )
             padded = attention_mask.new_ones(batch, slots)
             padded[:, : held + rows] = attention_mask
             return position_ids, padded
-        if attention_mask.dim() != 4 or attention_mask.shape[2] != rows or attention_mask.shape[3] != slots:
+        heads = _query_heads(self.model)
+        fits = attention_mask.dim() == 4 and tuple(attention_mask.shape[2:]) == (rows, slots)
+        if not fits or attention_mask.shape[0] not in (1, batch) or (heads and attention_mask.shape[1] not in (1, heads)):
             raise OptionsError(
                 f"a 4-D attention_mask must be [B|1, 1|Hq, {rows}, {slots}] (rows, cache slots), got {list(attention_mask.shape)}"
             )
-        types = (
-            set(getattr(self.model.config.get_text_config(), "layer_types", None) or [])
-            if hasattr(self.model, "config")
-            else set()
-        )
+        types = set(_mask_types(self.model))
         if len(types) > 1 or types & {"sliding_attention", "chunked_attention"}:
             raise OptionsError(
                 f"this model has {' and '.join(sorted(types))} layers: one 4-D mask would drop the window. Pass a dict "
@@ -174,7 +185,10 @@ class VerifyFunction:
             return verify[-1]
         if self.reports:
             return self.reports[-1]
-        return explain(self.model, self.cache, self.draft_len, self._options.plan)
+        o = self._options
+        return explain(
+            self.model, self.cache, self.draft_len, o.plan, max_q_len=o.max_q_len, block_size=o.block_size, lowering=o.lowering
+        )
 
     def reset(self) -> None:
         """Forget the sequence: the next call starts at position 0."""
@@ -195,14 +209,42 @@ def call_model(model: Any) -> Callable[..., Tensor]:
                 use_cache=True,
             ).logits
 
-        return run_hf
+        return _with_own_code(run_hf)
     if "cache" in names:
 
         def run_plain(input_ids: Tensor, position_ids: Any, attention_mask: Any, cache: Any) -> Tensor:
             return model(input_ids, cache=cache, position_ids=position_ids, attention_mask=attention_mask)
 
-        return run_plain
+        return _with_own_code(run_plain)
     raise OptionsError(f"{type(model).__name__}.forward takes neither past_key_values nor cache: cannot verify with it")
+
+
+def _with_own_code(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Dynamo's recompile limit counts per code object: functions for different models must not share one."""
+    return types.FunctionType(run.__code__.replace(), run.__globals__, run.__name__, run.__defaults__, run.__closure__)
+
+
+def _text_config(model: Any) -> Any:
+    config = getattr(model, "config", None)
+    return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else None
+
+
+def _query_heads(model: Any) -> int | None:
+    return getattr(_text_config(model), "num_attention_heads", None)
+
+
+def _takes_dicts(model: Any) -> bool:
+    """Models with ``layer_types`` take a dict of masks; those with one window for all layers take one mask."""
+    return getattr(_text_config(model), "layer_types", None) is not None
+
+
+def _mask_types(model: Any) -> list[str]:
+    config = _text_config(model)
+    if _takes_dicts(model):
+        return list(config.layer_types)
+    if getattr(config, "sliding_window", None) is not None:
+        return ["sliding_attention"]
+    return ["chunked_attention"] if getattr(config, "attention_chunk_size", None) is not None else []
 
 
 def check_draft_len(draft_len: int, max_q_len: int) -> None:

@@ -115,9 +115,7 @@ def test_everything_is_marked_static(llama: Any) -> None:
         for tensor in (layer.keys, layer.values, layer.cumulative_length):
             assert hasattr(tensor, MARK)
     cache.check_static()
-    addresses = [
-        tensor.data_ptr() for layer in cache.layers for tensor in (layer.keys, layer.values, layer.cumulative_length)
-    ]
+    addresses = [tensor.data_ptr() for layer in cache.layers for tensor in (layer.keys, layer.values, layer.cumulative_length)]
     forward(llama, cache, tokens(5))
     cache.crop(-2)
     cache.reset()
@@ -140,9 +138,7 @@ def test_a_deep_copy_is_marked_or_refused(llama: Any) -> None:
     cache = VerifyCache(llama, 30)
     forward(llama, cache, tokens(5))
     twin = copy.deepcopy(cache)
-    marked = all(
-        hasattr(tensor, MARK) for layer in twin.layers for tensor in (layer.keys, layer.values, layer.cumulative_length)
-    )
+    marked = all(hasattr(tensor, MARK) for layer in twin.layers for tensor in (layer.keys, layer.values, layer.cumulative_length))
     if not marked:
         with pytest.raises(CacheError, match="make a new VerifyCache"):
             twin.check_static()
@@ -164,9 +160,7 @@ def test_capacity_and_room(llama: Any) -> None:
     for rows, drafts in ((MAX_ROWS + 3, True), (3, False)):
         with pytest.raises(CacheError) as caught:
             cache.require_room(rows, drafts)
-        assert f"it holds 8 tokens and {rows} more are to be written, but max_len is 10 (plus 64 slots" in str(
-            caught.value
-        )
+        assert f"it holds 8 tokens and {rows} more are to be written, but max_len is 10 (plus 64 slots" in str(caught.value)
         assert "VerifyCache(model, max_len=...)" in str(caught.value)
 
 
@@ -257,9 +251,7 @@ def test_made_in_inference_mode_works_outside(llama: Any) -> None:
         cache = VerifyCache(llama, 40)
         forward(llama, cache, tokens(5))
     assert not any(
-        tensor.is_inference()
-        for layer in cache.layers
-        for tensor in (layer.keys, layer.values, layer.cumulative_length)
+        tensor.is_inference() for layer in cache.layers for tensor in (layer.keys, layer.values, layer.cumulative_length)
     )
     forward(llama, cache, tokens(5, 1))
     cache.crop(-2)

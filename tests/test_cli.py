@@ -44,9 +44,7 @@ def test_explain_prints_the_table(folder: Callable[[str], Path], capsys: pytest.
     assert "spec-compile:" not in err
 
 
-def test_json_holds_the_numbers(
-    folder: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_json_holds_the_numbers(folder: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "report.json"
     assert explain(folder("llama"), "--json", str(target), "--batch", "3") == 0
     data = json.loads(target.read_text(encoding="utf-8"))
@@ -70,9 +68,7 @@ def test_json_holds_the_numbers(
         ("after", "spec_compile.attention_folded_v1", "aten.scaled_dot_product"),
     ],
 )
-def test_graph(
-    folder: Callable[[str], Path], capsys: pytest.CaptureFixture[str], which: str, present: str, absent: str
-) -> None:
+def test_graph(folder: Callable[[str], Path], capsys: pytest.CaptureFixture[str], which: str, present: str, absent: str) -> None:
     assert explain(folder("llama"), "--graph", which) == 0
     out = capsys.readouterr().out
     assert present in out

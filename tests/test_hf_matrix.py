@@ -252,9 +252,7 @@ TERMS: list[tuple[str, dict[str, Any], Callable[[Any], None] | None]] = [
 
 @torch.no_grad()
 @pytest.mark.parametrize(("name", "overrides", "change"), TERMS)
-def test_each_term_counts_in_the_zoo(
-    name: str, overrides: dict[str, Any], change: Callable[[Any], None] | None
-) -> None:
+def test_each_term_counts_in_the_zoo(name: str, overrides: dict[str, Any], change: Callable[[Any], None] | None) -> None:
     """A rewrite that drops a softcap, sinks, ALiBi or a window cannot pass the comparison above."""
     ids = torch.randint(3, VOCAB, (1, PREFILL + ROWS), generator=torch.Generator().manual_seed(1))
     model, other = build(name, "eager"), build(name, "eager", **overrides)

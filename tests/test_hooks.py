@@ -156,9 +156,7 @@ def test_left_padding(name: str) -> None:
     mask[0, :5] = 0
     eager, model = build(name, "eager"), prepare(build(name, FAMILIES[name].implementations[0]))
     with torch.no_grad():
-        found, wanted = (
-            m(input_ids=tokens(12, 0, 2), attention_mask=mask, use_cache=False).logits for m in (model, eager)
-        )
+        found, wanted = (m(input_ids=tokens(12, 0, 2), attention_mask=mask, use_cache=False).logits for m in (model, eager))
     assert close(found[1], wanted[1])
     assert close(found[0, 5:], wanted[0, 5:])
 
@@ -252,6 +250,4 @@ def logged(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixtur
 
 def test_prepare_warns_about_nothing(logged: pytest.LogCaptureFixture) -> None:
     restore(prepare(build("llama", "sdpa")))
-    assert [
-        record.getMessage() for record in logged.records if record.name.startswith(("spec_compile", "transformers"))
-    ] == []
+    assert [record.getMessage() for record in logged.records if record.name.startswith(("spec_compile", "transformers"))] == []

@@ -26,9 +26,7 @@ def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SPEC_COMPILE_DUMP", raising=False)
 
 
-def step(
-    q: torch.Tensor, new: torch.Tensor, cache: torch.Tensor, position: torch.Tensor, mask: torch.Tensor
-) -> torch.Tensor:
+def step(q: torch.Tensor, new: torch.Tensor, cache: torch.Tensor, position: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """A verify forward of one attention layer whose K is also its V."""
     cache.index_copy_(2, position, new)
     k = cache[:, :, None].expand(-1, -1, 2, -1, -1).reshape(1, 4, 64, 16)

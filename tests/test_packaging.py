@@ -144,9 +144,7 @@ found = lookup_backend("spec_compile")
 print(found.__module__, found.__name__, any(m in sys.modules for m in ("transformers", "onnx", "rich")))
 """
     done = run(code, tmp_path)
-    assert done.stdout.split() == ["True", "False", "spec_compile.backend", "spec_compile_backend", "False"], (
-        done.stderr
-    )
+    assert done.stdout.split() == ["True", "False", "spec_compile.backend", "spec_compile_backend", "False"], done.stderr
 
 
 @pytest.mark.parametrize("name", spec_compile.__all__)
@@ -210,9 +208,7 @@ def test_imports_run_one_way(folder: str) -> None:
             names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             for name in names:
-                assert not name.startswith("spec_compile") or name.startswith(allowed[folder]), (
-                    f"{path.name} imports {name}"
-                )
+                assert not name.startswith("spec_compile") or name.startswith(allowed[folder]), f"{path.name} imports {name}"
 
 
 @pytest.mark.parametrize(

@@ -350,9 +350,7 @@ def test_bad_calls_name_the_argument_and_change_nothing(ids: torch.Tensor, more:
 
 def test_sparse_steps_do_not_exist_yet() -> None:
     verify = llama_verify()
-    with pytest.raises(
-        PlanNotYetError, match="sparse=True: this version runs exact steps only; pass sparse=None or False"
-    ):
+    with pytest.raises(PlanNotYetError, match="sparse=True: this version runs exact steps only; pass sparse=None or False"):
         verify(tokens(5, 0, 2), sparse=True)
     verify(tokens(5, 0, 2), sparse=False)
     assert verify.cache.length == 5
@@ -402,15 +400,11 @@ def test_caches_that_will_not_do() -> None:
     model = model_of("llama")
     growing, lazy = DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=64)
     for call in (compile_verify, explain):
-        with pytest.raises(
-            CacheError, match=r"DynamicCache grows with every token.*VerifyCache\(model, max_len=\.\.\.\)"
-        ):
+        with pytest.raises(CacheError, match=r"DynamicCache grows with every token.*VerifyCache\(model, max_len=\.\.\.\)"):
             call(model, growing)
         with pytest.raises(CacheError, match=r"DynamicCache grows"):
             call(model, DynamicCache())
-        with pytest.raises(
-            CacheError, match="StaticCache has no storage yet: call early_initialization, or use VerifyCache"
-        ):
+        with pytest.raises(CacheError, match="StaticCache has no storage yet: call early_initialization, or use VerifyCache"):
             call(model, lazy)
         with pytest.raises(CacheError, match=r"a cache is needed: VerifyCache\(model, max_len=\.\.\.\)"):
             call(model, None)

@@ -40,9 +40,7 @@ class Spec:
     dtype: torch.dtype = torch.float32
 
     def __str__(self) -> str:
-        changed = [
-            f"{f.name}={getattr(self, f.name)}" for f in dataclasses.fields(self) if getattr(self, f.name) != f.default
-        ]
+        changed = [f"{f.name}={getattr(self, f.name)}" for f in dataclasses.fields(self) if getattr(self, f.name) != f.default]
         return ",".join(changed) or "default"
 
 
@@ -275,9 +273,7 @@ def test_every_row_count(rows: int) -> None:
 @pytest.mark.parametrize("mask", ["none", "bool", "additive"])
 def test_error_stays_near_that_of_sdpa(dtype: torch.dtype, heads: int, kv_heads: int, mask: str) -> None:
     """The bar: at most 1.2 times SDPA's own error against float64."""
-    call = make(
-        Spec(batch=1, heads=heads, kv_heads=kv_heads, rows=9, kv_len=600, dim=64, v_dim=64, mask=mask, dtype=dtype)
-    )
+    call = make(Spec(batch=1, heads=heads, kv_heads=kv_heads, rows=9, kv_len=600, dim=64, v_dim=64, mask=mask, dtype=dtype))
     wanted = einsum64(call)
     theirs = sdpa(call)
     assert rms(library.attention(*call.operands(64)), wanted) <= 1.2 * rms(theirs, wanted)
@@ -351,13 +347,9 @@ def test_same_bits_on_two_threads() -> None:
         torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize(
-    ("first", "seen", "kv_len"), [(0, 200, 3000), (0, 512, 3000), (700, 1300, 3000), (1024, 2047, 2500)]
-)
+@pytest.mark.parametrize(("first", "seen", "kv_len"), [(0, 200, 3000), (0, 512, 3000), (700, 1300, 3000), (1024, 2047, 2500)])
 @pytest.mark.parametrize("features", [{}, {"mask": "additive"}, {"batch": 2, "heads": 8, "kv_heads": 2}])
-def test_cutting_to_the_live_blocks_changes_no_bit(
-    first: int, seen: int, kv_len: int, features: dict[str, Any]
-) -> None:
+def test_cutting_to_the_live_blocks_changes_no_bit(first: int, seen: int, kv_len: int, features: dict[str, Any]) -> None:
     call = make(
         dataclasses.replace(Spec(batch=1, heads=9, kv_heads=3, rows=9, dim=64, v_dim=64, kv_len=kv_len), **features),
         seen=seen,
@@ -416,9 +408,7 @@ def listed(ids: list[list[list[int]]]) -> tuple[Tensor, Tensor]:
     """Block lists ``[B, H, K]``, padded with -1, and their lengths."""
     width = max(len(row) for heads in ids for row in heads)
     padded = [[row + [-1] * (width - len(row)) for row in heads] for heads in ids]
-    return torch.tensor(padded, dtype=torch.int32), torch.tensor(
-        [[len(r) for r in heads] for heads in ids], dtype=torch.int32
-    )
+    return torch.tensor(padded, dtype=torch.int32), torch.tensor([[len(r) for r in heads] for heads in ids], dtype=torch.int32)
 
 
 def keys_of(ids: list[list[list[int]]], block_size: int, kv_len: int) -> Tensor:
@@ -439,16 +429,12 @@ SELECTIONS = {
 }
 
 
-@pytest.mark.parametrize(
-    "spec", [Spec(), Spec(mask="none"), Spec(mask="heads"), Spec(softcap=2.0), Spec(sinks=True)], ids=str
-)
+@pytest.mark.parametrize("spec", [Spec(), Spec(mask="none"), Spec(mask="heads"), Spec(softcap=2.0), Spec(sinks=True)], ids=str)
 @pytest.mark.parametrize("name", SELECTIONS)
 def test_selection_restricts_the_reference(name: str, spec: Spec) -> None:
     chosen, call = SELECTIONS[name], make(spec)
     ids, count = listed(chosen)
-    found = library.attention(
-        call.q, call.k, call.v, call.mask, ids, count, None, BLOCK, call.scale, call.softcap, call.sinks
-    )
+    found = library.attention(call.q, call.k, call.v, call.mask, ids, count, None, BLOCK, call.scale, call.softcap, call.sinks)
     assert error(found, einsum64(call, keys_of(chosen, BLOCK, spec.kv_len))) < 3e-6
     everything = library.attention(*call.untrimmed())
     assert not torch.allclose(found, everything, atol=1e-3)
@@ -458,10 +444,7 @@ def test_ids_beyond_the_count_are_ignored() -> None:
     call = make(Spec())
     short = (torch.tensor([[[0, 3]]], dtype=torch.int32), torch.tensor([[2]], dtype=torch.int32))
     stale = (torch.tensor([[[0, 3, 1, 2]]], dtype=torch.int32), torch.tensor([[2]], dtype=torch.int32))
-    results = [
-        library.attention(call.q, call.k, call.v, call.mask, *lists, None, BLOCK, call.scale)
-        for lists in (short, stale)
-    ]
+    results = [library.attention(call.q, call.k, call.v, call.mask, *lists, None, BLOCK, call.scale) for lists in (short, stale)]
     assert torch.equal(*results)
 
 
@@ -475,12 +458,7 @@ def test_unused_slots_never_reach_the_reference(spec: Spec, poison: float) -> No
     assert call.mask is not None
     seen = call.mask if call.mask.dtype == torch.bool else call.mask > torch.finfo(call.mask.dtype).min / 2
     group = spec.heads // spec.kv_heads
-    used = (
-        seen.expand(spec.batch, spec.heads, spec.rows, spec.kv_len)
-        .unflatten(1, (spec.kv_heads, group))
-        .flatten(2, 3)
-        .any(2)
-    )
+    used = seen.expand(spec.batch, spec.heads, spec.rows, spec.kv_len).unflatten(1, (spec.kv_heads, group)).flatten(2, 3).any(2)
     assert not used.all()
     call.k.masked_fill_(~used.unsqueeze(-1), poison)
     call.v.masked_fill_(~used.unsqueeze(-1), poison)
@@ -494,9 +472,7 @@ def test_unselected_slots_never_reach_the_reference() -> None:
     operands = (None, ids, count, None, BLOCK, call.scale)
     wanted = library.attention(call.q, call.k, call.v, *operands)
     dropped = ~keys_of([[[0, 2], [3]]], BLOCK, 75).unsqueeze(-1)
-    found = library.attention(
-        call.q, call.k.masked_fill(dropped, torch.nan), call.v.masked_fill(dropped, torch.nan), *operands
-    )
+    found = library.attention(call.q, call.k.masked_fill(dropped, torch.nan), call.v.masked_fill(dropped, torch.nan), *operands)
     assert torch.equal(found, wanted)
 
 
@@ -581,9 +557,7 @@ def test_full_bits_do_not_change_the_reference() -> None:
     call = make(Spec())
     ids, count, full = call.lists()
     with_bits = library.attention(call.q, call.k, call.v, call.mask, ids, count, full, BLOCK, call.scale)
-    assert torch.equal(
-        with_bits, library.attention(call.q, call.k, call.v, call.mask, ids, count, None, BLOCK, call.scale)
-    )
+    assert torch.equal(with_bits, library.attention(call.q, call.k, call.v, call.mask, ids, count, None, BLOCK, call.scale))
 
 
 COMPILED: dict[str, Callable[..., Tensor]] = {
