@@ -14,6 +14,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +99,7 @@ def main() -> None:
             watch = Stopwatch(original)
             library._attention_folded = watch
             verify = sc.compile_verify(model, cache, draft_len=args.rows - 1, codegen=codegen)
-            ms = step_ms(lambda: verify(ids), cache, args.rows, args.repeats)
+            ms = step_ms(partial(verify, ids), cache, args.rows, args.repeats)
             library._attention_folded = original
             note(f"spec_compile, {codegen}", ms, watch.seconds / watch.calls * 1e3)
     if args.json:

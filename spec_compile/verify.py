@@ -225,7 +225,7 @@ def _with_own_code(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _text_config(model: Any) -> Any:
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else None
 
 
