@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 from spec_compile import _compat
 from spec_compile.capture import dynamo_to_aten
 from spec_compile.classify import GraphKind, classify
-from spec_compile.errors import StrictError
+from spec_compile.errors import SpecCompileError, StrictError
 from spec_compile.logs import logger
 from spec_compile.options import Options, disabled
 from spec_compile.passes.base import PassContext
@@ -60,7 +60,14 @@ def _compile(gm: GraphModule, example_inputs: list[Any], options: Options, repor
     if refusal is not None:
         return _pass_through(gm, report, refusal, kind, options)
     _check_recompile_limit(options)
-    rewritten = _rewrite(gm, example_inputs, options, report)
+    try:
+        rewritten = _rewrite(gm, example_inputs, options, report)
+    except SpecCompileError:
+        raise
+    except Exception as error:
+        # A construct that cannot be retraced, or a defect of ours: the model must still run, and the user must know.
+        logger.debug("rewriting failed", exc_info=True)
+        return _pass_through(gm, report, f"rewriting failed: {type(error).__name__}: {error}", kind, options)
     report.static_inputs = _count_static(rewritten)
     _say_what_happened(report, options)
     if options.codegen == "eager":

@@ -291,6 +291,24 @@ def test_zero_rewrites_warn_and_strict_raises(caplog: pytest.LogCaptureFixture) 
         compiled(model, sink, strict=True)(ids(9), past_key_values=sc.VerifyCache(model, max_len=100))
 
 
+def test_a_failing_rewrite_leaves_the_model_running(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    from spec_compile.passes.check_rewrite import CheckRewrite, RewriteDefect
+
+    def defect(self: Any, gm: Any, ctx: Any) -> Any:
+        raise RewriteDefect("a cache write is gone")
+
+    monkeypatch.setattr(CheckRewrite, "run", defect)
+    model, sink = decoder(), Sink()
+    a, b = (DecoderCache(model.config, 100) for _ in range(2))
+    with caplog.at_level(logging.WARNING, "spec_compile"):
+        assert step_both(model, compiled(model, sink), a, b, ids(5), "cache") == 0.0
+    assert sink[0].kind == "passed through" and "a cache write is gone" in sink[0].reason
+    assert "rewriting failed: RewriteDefect" in caplog.text
+    torch._dynamo.reset()
+    with torch.no_grad(), pytest.raises(Exception, match=r"StrictError.*a cache write is gone"):
+        compiled(model, sink, strict=True)(ids(5), cache=b)
+
+
 def test_graph_without_attention_warns(caplog: pytest.LogCaptureFixture) -> None:
     sink = Sink()
     with torch.no_grad(), caplog.at_level(logging.WARNING, "spec_compile"):
