@@ -3,8 +3,8 @@
     python benchmarks/prompt_lookup.py [--context 6000] [--new-tokens 64] [--json FILE]
 
 Peers, all through the same ``model.generate(..., prompt_lookup_num_tokens=8)``: transformers with its DynamicCache, with its
-static layout (VerifyCache, uncompiled), with plain ``torch.compile`` (Inductor), and with ``backend="spec_compile"``. Tokens
-per second count decoding from the end of the prefill, after a warm-up generation that compiles.
+static layout (VerifyCache, uncompiled), with plain ``torch.compile`` (Inductor), and with ``backend="spec_compile"``, its graph
+run eagerly or compiled by Inductor. Tokens per second count decoding from the end of the prefill, after a warm-up generation.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from torch import Tensor
 import spec_compile as sc
 from spec_compile.demo import Run, _Clock, compare, demo_prompts
 from spec_compile.loading import load_model, smollm2_path
+
+PATHS = ["dynamic", "static", "inductor", "spec_compile_eager", "spec_compile"]
 
 
 def decode(model: Any, ids: Tensor, args: argparse.Namespace, static: bool) -> Run:
@@ -43,7 +45,7 @@ def main() -> None:
     parser.add_argument("--max-len", type=int, help="cache length; default context + new tokens")
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--drafts", type=int, default=8)
-    parser.add_argument("--skip", nargs="*", default=[], choices=["dynamic", "static", "inductor", "spec_compile"])
+    parser.add_argument("--skip", nargs="*", default=[], choices=PATHS)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -52,13 +54,16 @@ def main() -> None:
     ids = demo_prompts(tokenizer, args.context)[0][1]
     rows = []
     expected: Run | None = None
-    for name in ("dynamic", "static", "inductor", "spec_compile"):
+    for name in PATHS:
         if name in args.skip:
             continue
         warmups = 0
-        if name in ("inductor", "spec_compile"):
+        if name in ("inductor", "spec_compile_eager", "spec_compile"):
             torch._dynamo.reset()
-            model.compile(backend=name)
+            if name == "inductor":
+                model.compile(backend="inductor")
+            else:
+                model.compile(backend="spec_compile", options={"codegen": "eager" if name.endswith("eager") else "inductor"})
             warmups = 1
         for _ in range(warmups):
             decode(model, ids, args, name != "dynamic")
@@ -71,7 +76,7 @@ def main() -> None:
         }  # fmt: skip
         rows.append(row)
         print(
-            f"{name:<13} {row['tokens_per_second']:>7.2f} tokens/s {row['ms_per_verify']:>8.1f} ms per verify  acceptance length "
+            f"{name:<19} {row['tokens_per_second']:>7.2f} tokens/s {row['ms_per_verify']:>8.1f} ms per verify  acceptance length "
             f"{row['mean_acceptance_length']:.2f}  difference {row['difference']}",
             flush=True,
         )
