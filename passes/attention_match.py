@@ -1,7 +1,8 @@
 """Match one attention: from an anchor (SDPA, softmax, or the hooks' marker) to proven operands, or a reason.
 
-Matching changes no node; it may pin symbolic head counts and lengths that must agree, which records guards. RoPE, qk-norm and projections stay outside the region; what is matched is
-exactly ``softmax(scale * q k^T [softcap] + mask) v`` with K and V read, un-repeated, from a cache this forward writes.
+Matching changes no node; it may pin symbolic head counts, and lengths that must agree, which records guards. RoPE, qk-norm and
+projections stay outside the region; what is matched is exactly ``softmax(scale * q k^T [softcap] + mask) v`` with K and V read,
+un-repeated, from a cache this forward writes.
 """
 
 from __future__ import annotations
