@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 import spec_compile as sc
-from spec_compile.demo import Run, _Clock, compare, demo_prompts
+from spec_compile.demo import Clock, Run, compare, demo_prompts
 from spec_compile.loading import load_model, smollm2_path
 
 PATHS = ["dynamic", "static", "inductor", "spec_compile_eager", "spec_compile"]
@@ -32,7 +32,7 @@ def decode(model: Any, ids: Tensor, args: argparse.Namespace, static: bool) -> R
         extra["past_key_values"] = sc.VerifyCache(model, max_len=args.max_len or ids.shape[1] + args.new_tokens)
     out = model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=args.new_tokens, min_new_tokens=args.new_tokens, do_sample=False,
-        prompt_lookup_num_tokens=args.drafts, streamer=_Clock(run), **extra,
+        prompt_lookup_num_tokens=args.drafts, streamer=Clock(run), **extra,
     )  # fmt: skip
     run.tokens = out[0, ids.shape[1] :].tolist()
     return run

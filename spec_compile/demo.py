@@ -45,7 +45,7 @@ class Run:
         return sum(self.chunks[1:])
 
 
-class _Clock(BaseStreamer):
+class Clock(BaseStreamer):
     """Streamer that records how many tokens arrive when; the first call brings the prompt."""
 
     def __init__(self, run: Run) -> None:
@@ -95,7 +95,7 @@ def generate(model: Any, ids: Tensor, new_tokens: int, method: str, drafts: int,
         extra["past_key_values"] = VerifyCache(model, max_len=max_len)
     run = Run()
     out = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False, streamer=_Clock(run), **extra
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False, streamer=Clock(run), **extra
     )
     run.tokens = out[0, ids.shape[1] :].tolist()
     return run

@@ -114,7 +114,8 @@ class VerifyFunction:
             inner = getattr(error, "inner_exception", None)
             if isinstance(inner, SpecCompileError):
                 raise inner from None
-            if attention_mask is None and isinstance(error, torch._dynamo.exc.TorchDynamoException):
+            untraced = isinstance(error, torch._dynamo.exc.TorchDynamoException) and inner is None
+            if attention_mask is None and untraced:
                 raise OptionsError(
                     f"{type(self.model).__name__} could not be traced without an attention_mask; if it reads positions off a "
                     "padding mask, pass attention_mask=torch.ones(B, held + T)"
