@@ -4,11 +4,16 @@
 
 Each row is one attention layer of a verify step: T draft rows against a cache of S slots of which ``live`` hold tokens. The
 limit is the time to read the live K and V once at the copy bandwidth measured in the same run.
+
+How much repeat_kv costs hangs on where malloc takes its copies from, so both cases are measured: *fresh pages*, where the
+kernel has to map and zero them in every layer (what happens inside a running model, see cpu_verify_step.py), and *reused
+pages*, where the same warm heap block comes back each time (glibc only, through mallopt).
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import platform
 import statistics
@@ -35,6 +40,21 @@ SHAPES = [
 
 # Layers rotate through at least this many bytes of K and V, so that no cache holds them between calls.
 ROTATE = 256 << 20
+
+
+# mallopt parameters of glibc's malloc.h.
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+
+
+def set_allocator(fresh_pages: bool) -> bool:
+    """Make large buffers come from fresh pages, or from a heap that is kept. False where the C library cannot be told."""
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError):
+        return False
+    large = (1 << 31) - 1
+    threshold = 128 << 10 if fresh_pages else 32 << 20  # glibc accepts no more than 32 MiB
+    return bool(mallopt(M_MMAP_THRESHOLD, threshold) and mallopt(M_TRIM_THRESHOLD, threshold if fresh_pages else large))
 
 
 def repeat_kv(x: Tensor, group: int) -> Tensor:
@@ -79,31 +99,38 @@ def measure(
         return scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
 
     def ours(k: Tensor, v: Tensor) -> Tensor:
-        return library.attention_folded(q, k, v, mask, *blocks, 64, scale)
+        return library.attention_folded(q, k, v, folded, *blocks, 64, scale)
 
-    def per_layer(attend: Callable[[Tensor, Tensor], Tensor], list_blocks: bool = False) -> float:
+    def mask_work() -> tuple[Any, Tensor]:  # once per mask, shared by the layers
+        return library.live_blocks(mask, 64), library.fold_mask(mask, heads, kv_heads, rows, dtype)
+
+    def per_layer(attend: Callable[[Tensor, Tensor], Tensor], with_mask_work: bool = False) -> float:
         def step() -> None:
-            if list_blocks:  # once per mask, shared by the layers
-                library.live_blocks(mask, 64)
+            if with_mask_work:
+                mask_work()
             for k, v in caches:
                 attend(k, v)
 
         return median_ms(step, repeats) / layers
 
-    blocks = library.live_blocks(mask, 64)
+    blocks, folded = mask_work()
 
     expected, found = source(*caches[0]), ours(*caches[0])
     limit = 2 * kv_heads * live * dim * dtype.itemsize / bandwidth * 1e3
-    times = {
-        "repeat_kv": per_layer(source),
-        "enable_gqa": per_layer(gqa),
-        "spec_compile": per_layer(ours, list_blocks=True),
-    }
-    return {
-        "shape": name, "T": rows, "dtype": str(dtype)[6:], "limit_ms": limit, **{f"{key}_ms": ms for key, ms in times.items()},
-        "speedup": times["repeat_kv"] / times["spec_compile"], "same_bits": torch.equal(expected, found),
+    row: dict[str, Any] = {
+        "shape": name, "T": rows, "dtype": str(dtype)[6:], "limit_ms": limit, "same_bits": torch.equal(expected, found),
         "max_difference": (expected - found).abs().max().item(),
     }  # fmt: skip
+    for pages in ("fresh", "reused"):
+        if not set_allocator(pages == "fresh"):
+            pages = "default"
+        row[pages] = {
+            "repeat_kv_ms": per_layer(source),
+            "enable_gqa_ms": per_layer(gqa),
+            "spec_compile_ms": per_layer(ours, with_mask_work=True),
+        }
+        row[pages]["speedup"] = row[pages]["repeat_kv_ms"] / row[pages]["spec_compile_ms"]
+    return row
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
@@ -117,7 +144,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     width = 0.25
     for offset, key in enumerate(("repeat_kv_ms", "enable_gqa_ms", "spec_compile_ms")):
         places = [i + (offset - 1) * width for i in range(len(rows))]
-        axes.bar(places, [row[key] for row in rows], width, label=key.removesuffix("_ms"))
+        axes.bar(places, [row.get("fresh", row.get("default"))[key] for row in rows], width, label=key.removesuffix("_ms"))
     axes.scatter(range(len(rows)), [row["limit_ms"] for row in rows], marker="_", color="black", label="memory limit")
     axes.set_yscale("log")
     axes.set_ylabel("ms per layer")
@@ -130,6 +157,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 9], help="draft rows T")
     parser.add_argument("--dtype", nargs="+", default=["float32"], choices=["float32", "float16", "bfloat16"])
+    parser.add_argument("--shapes", default="", help="only shapes whose name contains this")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
@@ -137,20 +165,24 @@ def main() -> None:
     bandwidth = copy_bandwidth()
     machine = f"{platform.machine()}, {torch.get_num_threads()} threads"
     print(f"{machine}, torch {torch.__version__}, copy {bandwidth / 1e9:.1f} GB/s; ms per layer")
-    titles = f"{'repeat_kv':>10} {'enable_gqa':>11} {'ours':>8} {'speedup':>8}  same bits"
+    titles = f"{'pages':<8}{'repeat_kv':>10} {'enable_gqa':>11} {'ours':>8} {'speedup':>8}  same bits"
     print(f"{'shape':<30} {'T':>3} {'dtype':<9} {'limit':>7} {titles}")
     results = []
     for dtype in args.dtype:
-        for shape in SHAPES:
+        for shape in (shape for shape in SHAPES if args.shapes in shape[0]):
             for rows in args.rows:
                 row = measure(shape, rows, getattr(torch, dtype), bandwidth, args.repeats)
                 results.append(row)
-                print(
-                    f"{row['shape']:<30} {rows:>3} {row['dtype']:<9} {row['limit_ms']:>7.2f} {row['repeat_kv_ms']:>10.2f} "
-                    f"{row['enable_gqa_ms']:>11.2f} {row['spec_compile_ms']:>8.2f} {row['speedup']:>7.1f}x  "
-                    f"{'yes' if row['same_bits'] else format(row['max_difference'], '.0e')}",
-                    flush=True,
-                )
+                bits = "yes" if row["same_bits"] else format(row["max_difference"], ".0e")
+                for pages in ("fresh", "reused", "default"):
+                    if pages in row:
+                        ms = row[pages]
+                        print(
+                            f"{row['shape']:<30} {rows:>3} {row['dtype']:<9} {row['limit_ms']:>7.2f} {pages:<8}"
+                            f"{ms['repeat_kv_ms']:>10.2f} {ms['enable_gqa_ms']:>11.2f} {ms['spec_compile_ms']:>8.2f} "
+                            f"{ms['speedup']:>7.1f}x  {bits}",
+                            flush=True,
+                        )
     if args.json:
         args.json.write_text(json.dumps({"torch": torch.__version__, "copy_bytes_per_s": bandwidth, "rows": results}, indent=2))
     if args.plot:

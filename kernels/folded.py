@@ -49,13 +49,24 @@ def _live_range(ids: Tensor, count: Tensor, block_size: int, kv_len: int) -> tup
     return first, min(kv_len, last)
 
 
-def _fold_mask(mask: Tensor, kv_heads: int, group: int, rows: int) -> Tensor:
-    """``[B|1, 1|Hq, T|1, S]`` to ``[B|1, 1|Hkv, G * T, S]``."""
-    batch, heads, _, kv_len = mask.shape
-    if heads == 1:
-        mask = mask.unsqueeze(2).expand(batch, 1, group, rows, kv_len)
-        return mask.reshape(batch, 1, group * rows, kv_len)
-    return mask.expand(batch, heads, rows, kv_len).reshape(batch, kv_heads, group * rows, kv_len)
+def fold_mask(mask: Tensor, heads: int, kv_heads: int, rows: int, dtype: torch.dtype) -> Tensor:
+    """See :func:`spec_compile.kernels.library.fold_mask`."""
+    batch, mask_heads, _, kv_len = mask.shape
+    group = heads // kv_heads
+    if mask_heads == 1:
+        wide = mask.unsqueeze(2).expand(batch, 1, group, rows, kv_len)
+    else:
+        wide = mask.expand(batch, heads, rows, kv_len).unflatten(1, (kv_heads, group))
+    if mask.dtype != torch.bool:
+        dtype = mask.dtype
+    folded = mask.new_empty(batch, wide.shape[1], group * rows, kv_len, dtype=dtype)
+    target = folded.view(wide.shape)
+    if dtype == mask.dtype:
+        target.copy_(wide)
+        return folded
+    zero, hidden = folded.new_zeros(()), folded.new_full((), -torch.inf)
+    torch.where(wide, zero, hidden, out=target)
+    return folded
 
 
 def attention_folded(
@@ -73,6 +84,7 @@ def attention_folded(
 ) -> Tensor:
     """Same arguments and result as :func:`spec_compile.kernels.library.attention`, for block lists of ``live_blocks``.
 
+    ``mask`` may have been folded once for all layers by :func:`fold_mask`.
     Rows that see nothing, and NaN in slots that are hidden but inside the live range, behave as in PyTorch's SDPA.
     """
     batch, heads, rows, dim = q.shape
@@ -83,11 +95,12 @@ def attention_folded(
         k, v = k[:, :, first:last], v[:, :, first:last]
         mask = None if mask is None else mask[..., first:last]
     folded = q.reshape(batch, kv_heads, group * rows, dim)
-    if mask is not None and (group > 1 or mask.shape[2] != rows):
-        mask = _fold_mask(mask, kv_heads, group, rows)
     # SDPA would round a bias that is wider than q.
     wide_bias = mask is not None and mask.dtype not in (torch.bool, q.dtype)
-    if softcap > 0 or sinks is not None or wide_bias:
+    plain = softcap == 0 and sinks is None and not wide_bias
+    if mask is not None and mask.shape[2] != group * rows:
+        mask = fold_mask(mask, heads, kv_heads, rows, q.dtype if plain else torch.bool)
+    if not plain:
         mixed = _capped(folded, k, v, mask, scale, softcap, sinks)
     else:
         extra = _padding(group * rows, rows) if q.device.type == "cpu" else 0

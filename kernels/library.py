@@ -11,6 +11,7 @@ from torch import Tensor
 
 from spec_compile.kernels.blocks import live_blocks_reference
 from spec_compile.kernels.folded import attention_folded as _attention_folded
+from spec_compile.kernels.folded import fold_mask as _fold_mask
 from spec_compile.kernels.reference import allocate_output, attention_reference
 
 if __name__ != "spec_compile.kernels.library":
@@ -136,13 +137,36 @@ def attention_folded(
 ) -> Tensor:
     """Lowering of :func:`attention` to PyTorch's SDPA with query heads folded into rows; exact lists only.
 
-    ``ids`` and ``count`` must come from :func:`live_blocks` (one list for all heads): on CPU they bound the keys that are
-    read, elsewhere they are ignored.
+    ``mask`` may be the result of :func:`fold_mask`. ``ids`` and ``count`` must come from :func:`live_blocks` (one list for
+    all heads): on CPU they bound the keys that are read, elsewhere they are ignored.
     """
     return _attention_folded(q, k, v, mask, ids, count, full, block_size, scale, softcap, sinks)
 
 
 attention_folded.register_fake(_fake_attention)
+
+
+@torch.library.custom_op("spec_compile::fold_mask_v1", mutates_args=())
+def fold_mask(mask: Tensor, heads: int, kv_heads: int, rows: int, dtype: torch.dtype) -> Tensor:
+    """Mask of :func:`attention_folded`, made once for all layers: what SDPA would derive from it in every call.
+
+    Args:
+        mask: ``[B|1, 1|Hq, T|1, S]``, bool (becomes 0 and -inf of ``dtype``) or floating (kept as it is).
+        heads, kv_heads: Hq and Hkv, G = Hq / Hkv.
+        rows: T.
+        dtype: q's.
+
+    Returns:
+        ``[B|1, 1|Hkv, G * T, S]``.
+    """
+    return _fold_mask(mask, heads, kv_heads, rows, dtype)
+
+
+@fold_mask.register_fake
+def _(mask: Tensor, heads: int, kv_heads: int, rows: int, dtype: torch.dtype) -> Tensor:
+    folded_heads = 1 if mask.shape[1] == 1 else kv_heads
+    folded_dtype = dtype if mask.dtype == torch.bool else mask.dtype
+    return mask.new_empty(mask.shape[0], folded_heads, heads // kv_heads * rows, mask.shape[3], dtype=folded_dtype)
 
 
 @torch.library.custom_op("spec_compile::dense_attention_v1", mutates_args=())

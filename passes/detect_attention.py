@@ -24,7 +24,7 @@ from torch.fx import GraphModule, Node
 from spec_compile.passes.attention_match import AttentionMatch, check_shared_outputs, find_anchors, match_attention
 from spec_compile.passes.base import Pass, PassContext, PassReport, Rejection, Stage, erase_unused, register_pass
 from spec_compile.passes.cache_reads import CacheOperand
-from spec_compile.passes.nodes import ancestors, aten, hint, same, shape, tensor, value, writes_by_root
+from spec_compile.passes.nodes import ancestors, aten, fake_mode, hint, same, shape, tensor, value, writes_by_root
 from spec_compile.passes.scores import MaskTerm
 
 
@@ -63,17 +63,10 @@ class _Emitter:
             if key in self.before.meta:
                 node.meta[key] = self.before.meta[key]
         real = torch.fx.map_arg(args, value)
-        mode = _fake_mode(self.before)
-        with mode:
+        with fake_mode(tensor(self.before)):
             node.meta["val"] = target(*real)
         node.meta["spec_compile"] = True
         return node
-
-
-def _fake_mode(node: Node) -> Any:
-    found = tensor(node)
-    assert isinstance(found, torch._subclasses.FakeTensor), f"{node.name} carries no fake value"
-    return found.fake_mode
 
 
 def _replace(gm: GraphModule, match: AttentionMatch, block_size: int) -> Node:

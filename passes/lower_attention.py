@@ -2,6 +2,7 @@
 
 Before: ``spec_compile.attention(...)`` (runs the reference). After: the first provider that supports the call, e.g.
 ``spec_compile.attention_folded(...)``. A call that no provider supports keeps the reference, with every reason noted.
+Layers that share a bool mask and run folded on CPU share its folded form too: ``fold_mask(mask, ...)``, once.
 """
 
 from __future__ import annotations
@@ -9,11 +10,12 @@ from __future__ import annotations
 from collections import Counter
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from spec_compile.kernels.providers import PROVIDERS, AttentionCall
 from spec_compile.passes.base import Pass, PassContext, PassReport, Stage, register_pass
-from spec_compile.passes.nodes import argument, tensor
+from spec_compile.passes.canonicalize import merge_equal
+from spec_compile.passes.nodes import argument, fake_mode, same, shape, tensor
 
 
 @register_pass("lower_attention", Stage.LOWER)
@@ -39,11 +41,41 @@ class LowerAttention(Pass):
                     node.target = provider.target
                     chosen[provider.name] += 1
                     report.hits += 1
+                    if provider.name == "folded":
+                        _fold_mask(node, call)
                     break
                 refusals.append(f"{provider.name}: {reason}")
             else:
                 chosen["reference"] += 1
                 unserved.update(["; ".join(refusals)] if refusals else [])
+        merge_equal(gm.graph, _is_mask_work)
         report.notes = [f"{name} {count}" for name, count in sorted(chosen.items())]
         report.notes += [f"{count} on the reference because {reason}" for reason, count in unserved.items()]
         return report
+
+
+_FOLD_MASK = torch.ops.spec_compile.fold_mask_v1.default
+_ROWS = torch.ops.aten.sym_size.int
+
+
+def _is_mask_work(node: Node) -> bool:
+    return node.target in (_FOLD_MASK, _ROWS) and bool(node.meta.get("spec_compile"))
+
+
+def _fold_mask(node: Node, call: AttentionCall) -> None:
+    """Give the call a folded mask if its mask is bool; others are used as they are, or needed in the bool form."""
+    if call.mask is None or call.mask.dtype != torch.bool or call.q.device.type != "cpu" or call.softcap > 0 or call.sinks:
+        return
+    mask, (_, heads, rows, _), kv_heads = argument(node, "mask"), shape(node.args[0]), shape(node.args[1])[1]
+    if heads == kv_heads and same(shape(mask)[2], rows):
+        return
+    dtype, graph = call.q.dtype, node.graph
+    with graph.inserting_before(node):
+        count = rows
+        if not isinstance(rows, int):
+            count = graph.call_function(_ROWS, (mask if same(shape(mask)[2], rows) else node.args[0], 2))
+            count.meta.update(val=rows, spec_compile=True)
+        folded = graph.call_function(_FOLD_MASK, (mask, heads, kv_heads, count, dtype))
+    with fake_mode(call.mask):
+        folded.meta.update(val=_FOLD_MASK(call.mask, heads, kv_heads, rows, dtype), spec_compile=True)
+    node.update_arg(3, folded)

@@ -51,6 +51,12 @@ def tensor(node: Any) -> Tensor | None:
     return found if isinstance(found, Tensor) else None
 
 
+def fake_mode(found: Tensor | None) -> Any:
+    """Mode under which values of new nodes are computed."""
+    assert isinstance(found, torch._subclasses.FakeTensor), "a graph node carries no fake value"
+    return found.fake_mode
+
+
 def shape(node: Any) -> tuple[Any, ...]:
     """Shape of a node's tensor value; entries may be SymInts. ``()`` where it has none."""
     found = tensor(node)

@@ -635,8 +635,34 @@ def test_bad_operands_fail_while_tracing(changes: dict[str, Any], text: str) -> 
         library.dense_attention(*broken(**changes))
 
 
+FOLDS = [Spec(), Spec(mask="bool_heads"), Spec(mask="additive"), Spec(mask="one_batch"), Spec(heads=9, kv_heads=3, rows=9)]
+
+
+@pytest.mark.parametrize("spec", FOLDS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_mask_folded_once_gives_the_same_bits(spec: Spec, dtype: torch.dtype) -> None:
+    call = make(dataclasses.replace(spec, dtype=dtype))
+    assert call.mask is not None
+    folded = library.fold_mask(call.mask, spec.heads, spec.kv_heads, spec.rows, dtype)
+    assert folded.shape[1:] == (1 if call.mask.shape[1] == 1 else spec.kv_heads, spec.heads // spec.kv_heads * spec.rows, 75)
+    for start, query_head in ((0, 0), (spec.rows, 1)):
+        head = query_head if call.mask.shape[1] > 1 else 0
+        kept = call.mask[:, head] if call.mask.dtype == torch.bool else call.mask[:, head] == 0
+        assert torch.equal(folded[:, 0, start : start + spec.rows] == 0, kept)
+    wanted = library.attention_folded(*call.operands())
+    args = list(call.operands())
+    args[3] = folded
+    assert torch.equal(library.attention_folded(*args), wanted)
+
+
+@pytest.mark.parametrize("spec", FOLDS, ids=str)
+def test_opcheck_of_fold_mask(spec: Spec) -> None:
+    call = make(spec)
+    torch.library.opcheck(library.fold_mask, (call.mask, spec.heads, spec.kv_heads, spec.rows, torch.float16))
+
+
 def test_names_carry_a_version() -> None:
-    for name in ("live_blocks_v1", "attention_v1", "attention_folded_v1", "dense_attention_v1"):
+    for name in ("live_blocks_v1", "attention_v1", "attention_folded_v1", "fold_mask_v1", "dense_attention_v1"):
         schema = getattr(torch.ops.spec_compile, name).default._schema
         assert not schema.is_mutable
         assert all(value.alias_info is None for value in [*schema.arguments, *schema.returns])

@@ -603,6 +603,7 @@ def two_layer_data() -> list[Any]:
 def test_layers_share_the_block_list(lowering: str) -> None:
     case = run_case(two_layers, two_layer_data(), lowering).check_rewritten(hits=2)
     assert count(case.graph, LIVE_BLOCKS) == 1
+    assert count(case.graph, torch.ops.spec_compile.fold_mask_v1.default) == (1 if lowering == "auto" else 0)
 
 
 @lowerings
