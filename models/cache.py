@@ -66,6 +66,8 @@ class VerifyCache(StaticCache):
             super().__init__(config=config, max_cache_len=max_len + MAX_ROWS)
             self.layers = [StaticLayer(max_cache_len=max_len + MAX_ROWS) for _ in layer_types]
         self.max_len = max_len
+        # The length as the host knows it, and the version of the first layer's length for which that holds (StepGraph).
+        self.known_length, self.known_version = 0, -1
         self._allocate(model, batch, dtype)
 
     def _allocate(self, model: Any, batch: int, dtype: torch.dtype | None) -> None:
@@ -138,10 +140,14 @@ class VerifyCache(StaticCache):
         count = -int(tokens_to_remove)
         if count < 0:
             raise CacheError(f"VerifyCache.crop takes the negative number of tokens to remove, got {-count}")
-        if count > self.length:
-            raise CacheError(f"VerifyCache.crop: {count} tokens to remove, {self.length} held")
-        for layer in self.layers:
-            layer.cumulative_length.sub_(count)
+        lengths = [layer.cumulative_length for layer in self.layers]
+        known = self.known_version == lengths[0]._version
+        held = self.known_length if known else self.length
+        if count > held:
+            raise CacheError(f"VerifyCache.crop: {count} tokens to remove, {held} held")
+        torch._foreach_sub_(lengths, count)
+        if known:
+            self.known_length, self.known_version = held - count, lengths[0]._version
 
     def reset(self) -> None:
         """Forget every token; K and V keep their place and are overwritten."""

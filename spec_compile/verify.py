@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import types
 from collections.abc import Callable
@@ -13,9 +14,11 @@ from torch import Tensor
 from spec_compile import _compat
 from spec_compile.backend import compile_graph
 from spec_compile.errors import CacheError, OptionsError, SpecCompileError
+from spec_compile.logs import logger
 from spec_compile.options import Options, disabled
 from spec_compile.plan import PlanNotYetError
 from spec_compile.report import RewriteReport
+from spec_compile.step_graph import StepGraph, why_not_captured
 
 
 def compile_verify(
@@ -37,7 +40,9 @@ def compile_verify(
         draft_len: drafts per step, 0..31; a step has up to ``draft_len + 1`` rows (the last accepted token leads).
         plan: sparsity plan; default exact.
         strict: raise where an attention is refused, instead of warning.
-        cudagraphs: run the step under CUDA graphs.
+        cudagraphs: on a CUDA device, capture the whole step and replay it: every call then runs ``draft_len + 1`` rows
+            (fewer are padded) and costs one launch. The model's weights must keep their storage. Calls with position_ids or
+            attention_mask run compiled, but not captured.
         options: further backend options.
 
     Returns:
@@ -63,9 +68,13 @@ class VerifyFunction:
     def __init__(self, model: Any, cache: Any, draft_len: int, options: Options) -> None:
         self.model, self.cache, self.draft_len = model, cache, draft_len
         self.reports: list[RewriteReport] = []
-        sink = options.on_report
-        self._options = Options(**{**{n: getattr(options, n) for n in options.__dataclass_fields__}, "on_report": self._keep})
-        self._sink = sink
+        self._sink = options.on_report
+        self._step_graph: StepGraph | None = None
+        self._capture = options.cudagraphs and not disabled()
+        if self._capture and (reason := why_not_captured(model, cache)) is not None:
+            logger.warning("cudagraphs=True: steps are compiled, but not captured: %s", reason)
+            self._capture = False
+        self._options = dataclasses.replace(options, on_report=self._keep, cudagraphs=False)
         run = call_model(model)
         self._run: Callable[..., Tensor] = run
         if not disabled():
@@ -103,6 +112,10 @@ class VerifyFunction:
             OptionsError: wrong shapes or too many rows; CacheError: the cache is too short; PlanNotYetError: ``sparse=True``.
         """
         rows = self._check(input_ids, sparse)
+        if self._capture and position_ids is None and attention_mask is None:
+            return self._replay(input_ids)
+        if hasattr(self.cache, "require_room"):
+            self.cache.require_room(rows)
         position_ids, attention_mask = self._complete(input_ids, position_ids, attention_mask)
         if rows > 1:
             for tensor, dim in ((input_ids, 1), (position_ids, 1), (attention_mask, 2)):
@@ -111,16 +124,20 @@ class VerifyFunction:
         try:
             return self._run(input_ids, position_ids, attention_mask, self.cache)
         except Exception as error:
-            inner = getattr(error, "inner_exception", None)
-            if isinstance(inner, SpecCompileError):
-                raise inner from None
-            untraced = isinstance(error, torch._dynamo.exc.TorchDynamoException) and inner is None
-            if attention_mask is None and untraced:
-                raise OptionsError(
-                    f"{type(self.model).__name__} could not be traced without an attention_mask; if it reads positions off a "
-                    "padding mask, pass attention_mask=torch.ones(B, held + T)"
-                ) from error
+            self._raise(error, attention_mask)
             raise
+
+    def _raise(self, error: Exception, attention_mask: Any) -> None:
+        """Raise the error of ours behind a failed compilation, if there is one."""
+        inner = getattr(error, "inner_exception", None)
+        if isinstance(inner, SpecCompileError):
+            raise inner from None
+        untraced = isinstance(error, torch._dynamo.exc.TorchDynamoException) and inner is None
+        if attention_mask is None and untraced:
+            raise OptionsError(
+                f"{type(self.model).__name__} could not be traced without an attention_mask; if it reads positions off a "
+                "padding mask, pass attention_mask=torch.ones(B, held + T)"
+            ) from error
 
     def _check(self, input_ids: Tensor, sparse: bool | None) -> int:
         if sparse:
@@ -135,9 +152,16 @@ class VerifyFunction:
         held = cache_batch(self.cache)
         if held is not None and held != batch:
             raise OptionsError(f"input_ids has batch {batch}, the cache was made for batch {held}")
-        if hasattr(self.cache, "require_room"):
-            self.cache.require_room(rows)
         return rows
+
+    def _replay(self, input_ids: Tensor) -> Tensor:
+        if self._step_graph is None:
+            self._step_graph = StepGraph(self._run, self.model, self.cache, input_ids.shape[0], self.draft_len + 1)
+        try:
+            return self._step_graph(input_ids)
+        except Exception as error:
+            self._raise(error, None)
+            raise
 
     def _complete(self, input_ids: Tensor, position_ids: Tensor | None, attention_mask: Any) -> tuple[Tensor | None, Any]:
         """Pad a 2-D mask to the cache, so that its shape never changes, and derive positions from it."""
