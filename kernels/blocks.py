@@ -31,9 +31,11 @@ def live_blocks_reference(mask: Tensor, block_size: int) -> tuple[Tensor, Tensor
     full = plain_for_all.view(batch, num_blocks, block_size).all(-1)
     order = torch.arange(num_blocks, device=mask.device, dtype=torch.int32).expand(batch, num_blocks)
     ids = torch.where(live, order, num_blocks).sort(-1).values
-    ids = torch.where(ids == num_blocks, -1, ids).to(torch.int32)
+    listed = ids < num_blocks
+    full = full.gather(-1, ids.clamp(max=num_blocks - 1).long()) & listed
+    ids = torch.where(listed, ids, -1).to(torch.int32)
     count = live.sum(-1, dtype=torch.int32)
-    return ids.unsqueeze(1), count.unsqueeze(1), full.to(torch.uint8)
+    return ids.unsqueeze(1), count.unsqueeze(1), full.to(torch.uint8).unsqueeze(1)
 
 
 def keys_in_blocks(ids: Tensor, count: Tensor, block_size: int, kv_len: int) -> Tensor:

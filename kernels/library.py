@@ -9,9 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from spec_compile.kernels import availability
 from spec_compile.kernels.blocks import live_blocks_reference
 from spec_compile.kernels.folded import attention_folded as _attention_folded
 from spec_compile.kernels.folded import fold_mask as _fold_mask
+from spec_compile.kernels.linears import linears as _linears
 from spec_compile.kernels.reference import allocate_output, attention_reference
 
 if __name__ != "spec_compile.kernels.library":
@@ -20,7 +22,7 @@ if __name__ != "spec_compile.kernels.library":
 DEFAULT_BLOCK_SIZE = 64
 
 
-@torch.library.custom_op("spec_compile::live_blocks_v1", mutates_args=())
+@torch.library.custom_op("spec_compile::live_blocks_v2", mutates_args=())
 def live_blocks(mask: Tensor, block_size: int) -> tuple[Tensor, Tensor, Tensor]:
     """List the KV blocks that a verify forward has to read.
 
@@ -31,9 +33,15 @@ def live_blocks(mask: Tensor, block_size: int) -> tuple[Tensor, Tensor, Tensor]:
 
     Returns:
         ``ids`` int32 ``[B|1, 1, NB]``: ascending blocks with a key that some head and row sees, padded with -1;
-        ``count`` int32 ``[B|1, 1]``: how many; ``full`` uint8 ``[B|1, NB]``: 1 where every mask entry of the block is
-        exactly True or 0, so that a kernel may skip loading the mask (0 for a shorter last block).
+        ``count`` int32 ``[B|1, 1]``: how many; ``full`` uint8 ``[B|1, 1, NB]``, in the order of ``ids``: 1 where every mask
+        entry of the listed block is exactly True or 0, so that a kernel may skip loading the mask (0 for a shorter last block
+        and for padding).
     """
+    if mask.is_cuda and availability.why_no_triton() is None:
+        from spec_compile.kernels import live_blocks_triton
+
+        if live_blocks_triton.why_not(mask, block_size) is None:
+            return live_blocks_triton.live_blocks_triton(mask, block_size)
     return live_blocks_reference(mask, block_size)
 
 
@@ -45,8 +53,19 @@ def _(mask: Tensor, block_size: int) -> tuple[Tensor, Tensor, Tensor]:
     return (
         mask.new_empty(batch, 1, num_blocks, dtype=torch.int32),
         mask.new_empty(batch, 1, dtype=torch.int32),
-        mask.new_empty(batch, num_blocks, dtype=torch.uint8),
+        mask.new_empty(batch, 1, num_blocks, dtype=torch.uint8),
     )
+
+
+@torch.library.custom_op("spec_compile::realize_mask_v1", mutates_args=())
+def realize_mask(mask: Tensor) -> Tensor:
+    """A contiguous copy of ``mask``: a fence that code generators cannot compute again in front of every layer."""
+    return mask.clone(memory_format=torch.contiguous_format)
+
+
+@realize_mask.register_fake
+def _(mask: Tensor) -> Tensor:
+    return torch.empty_like(mask, memory_format=torch.contiguous_format)
 
 
 def _check_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None) -> None:
@@ -104,7 +123,7 @@ def attention(
         k, v: cache tensors ``[B, Hkv, S, D]`` and ``[B, Hkv, S, Dv]``, not repeated, real strides; query head ``h`` reads
             KV head ``h // (Hq / Hkv)``.
         mask: as for :func:`live_blocks`, or None where every row sees every key.
-        ids, count, full: from :func:`live_blocks` (or a selection: ids ``[B|1, Hkv|1, K]``, count ``[B|1, Hkv|1]``);
+        ids, count, full: from :func:`live_blocks` (or a selection: ids and full ``[B|1, Hkv|1, K]``, count ``[B|1, Hkv|1]``);
             None means every block, none of them known to be full.
         block_size: keys per block of ``ids``.
         scale: multiplies the scores.
@@ -144,6 +163,49 @@ def attention_folded(
 
 
 attention_folded.register_fake(_fake_attention)
+
+
+@torch.library.custom_op("spec_compile::attention_triton_v1", mutates_args=())
+def attention_triton(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    ids: Tensor | None,
+    count: Tensor | None,
+    full: Tensor | None,
+    block_size: int,
+    scale: float,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Lowering of :func:`attention` to the split-KV Triton kernel; any block list, float16, bfloat16 or float32."""
+    from spec_compile.kernels.attention_triton import attention_triton as run
+
+    return run(q, k, v, mask, ids, count, full, block_size, scale, softcap, sinks)
+
+
+attention_triton.register_fake(_fake_attention)
+
+
+@torch.library.custom_op("spec_compile::linears_v1", mutates_args=())
+def linears(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> list[Tensor]:
+    """Linear layers of one input: ``[x @ w.T + b for w, b in zip(weights, biases)]``, float32 accumulation.
+
+    Args:
+        x: ``[..., K]``.
+        weights: up to 4, each ``[N, K]``, x's dtype.
+        biases: none, or one ``[N]`` for each weight.
+
+    Returns:
+        a contiguous ``[..., N]`` for each weight.
+    """
+    return _linears(x, weights, biases)
+
+
+@linears.register_fake
+def _(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> list[Tensor]:
+    return [x.new_empty(*x.shape[:-1], weight.shape[0]) for weight in weights]
 
 
 @torch.library.custom_op("spec_compile::fold_mask_v1", mutates_args=())

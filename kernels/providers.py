@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spec_compile.kernels import library
+from spec_compile.kernels import availability, library
+from spec_compile.kernels.tiling import why_not_tiled
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class AttentionCall:
     mask: Tensor | None
     softcap: float
     sinks: bool
+    block_size: int = 64
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,27 @@ def _folded_supports(call: AttentionCall) -> str | None:
     return None
 
 
-# A Triton kernel for CUDA goes in front of this one.
-PROVIDERS = (Provider("folded", torch.ops.spec_compile.attention_folded_v1.default, _folded_supports),)
+def _triton_supports(call: AttentionCall) -> str | None:
+    q, block_size = call.q, call.block_size
+    if q.device.type != "cuda":
+        return f"device {q.device.type}"
+    if torch.version.hip is not None:
+        return "ROCm is not tested"
+    if q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return f"dtype {q.dtype}"
+    if call.mask is not None and call.mask.dtype not in (torch.bool, torch.float32, torch.float16, torch.bfloat16):
+        return f"mask dtype {call.mask.dtype}"
+    if block_size & (block_size - 1) or not 16 <= block_size <= 128:
+        return f"block_size {block_size} is not 16, 32, 64 or 128"
+    dim, v_dim = q.shape[3], call.v.shape[3]
+    if max(dim, v_dim) > 256:
+        return f"head dim {max(dim, v_dim)} is above 256"
+    return availability.why_no_triton() or why_not_tiled(q.device, q.dtype, int(dim), int(v_dim), block_size)
+
+
+PROVIDERS = (
+    Provider("triton", torch.ops.spec_compile.attention_triton_v1.default, _triton_supports),
+    Provider("folded", torch.ops.spec_compile.attention_folded_v1.default, _folded_supports),
+)
 
 assert library.attention_folded is not None

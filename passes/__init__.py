@@ -8,8 +8,9 @@ from spec_compile.passes import (
     canonicalize,
     check_rewrite,
     detect_attention,
+    fuse_linears,
     lower_attention,
     share_mask_work,
 )
 
-__all__ = ["canonicalize", "check_rewrite", "detect_attention", "lower_attention", "share_mask_work"]
+__all__ = ["canonicalize", "check_rewrite", "detect_attention", "fuse_linears", "lower_attention", "share_mask_work"]

@@ -79,7 +79,7 @@ def _replace(gm: GraphModule, match: AttentionMatch, block_size: int) -> Node:
     mask = _mask(emit, match, out.dtype)
     blocks: tuple[Any, Any, Any] = (None, None, None)
     if mask is not None:
-        listed = emit.call(torch.ops.spec_compile.live_blocks_v1.default, mask, block_size)
+        listed = emit.call(torch.ops.spec_compile.live_blocks_v2.default, mask, block_size)
         blocks = tuple(emit.call(operator.getitem, listed, i) for i in range(3))  # type: ignore[assignment]
     result = emit.call(
         torch.ops.spec_compile.attention_v1.default, query, _cache(emit, match.key), _cache(emit, match.value), mask,

@@ -2,11 +2,13 @@
 
 Before: ``spec_compile.attention(...)`` (runs the reference). After: the first provider that supports the call, e.g.
 ``spec_compile.attention_folded(...)``. A call that no provider supports keeps the reference, with every reason noted.
-Layers that share a bool mask and run folded on CPU share its folded form too: ``fold_mask(mask, ...)``, once.
+Layers that share a bool mask and run folded on CPU share its folded form too: ``fold_mask(mask, ...)``, once. A mask that
+Triton kernels read is computed once, behind ``realize_mask(mask)``.
 """
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 
 import torch
@@ -30,8 +32,9 @@ class LowerAttention(Pass):
             q, k, v = (tensor(arg) for arg in node.args[:3])
             assert q is not None and k is not None and v is not None
             call = AttentionCall(
-                q, k, v, tensor(argument(node, "mask")), argument(node, "softcap"), argument(node, "sinks") is not None
-            )
+                q, k, v, tensor(argument(node, "mask")), argument(node, "softcap"), argument(node, "sinks") is not None,
+                argument(node, "block_size"),
+            )  # fmt: skip
             refusals = []
             for provider in PROVIDERS:
                 if ctx.lowering not in ("auto", provider.name):
@@ -49,13 +52,33 @@ class LowerAttention(Pass):
                 chosen["reference"] += 1
                 unserved.update(["; ".join(refusals)] if refusals else [])
         merge_equal(gm.graph, _is_mask_work)
+        _realize_masks(gm)
         report.notes = [f"{name} {count}" for name, count in sorted(chosen.items())]
         report.notes += [f"{count} on the reference because {reason}" for reason, count in unserved.items()]
         return report
 
 
+_TRITON = torch.ops.spec_compile.attention_triton_v1.default
+_REALIZE_MASK = torch.ops.spec_compile.realize_mask_v1.default
 _FOLD_MASK = torch.ops.spec_compile.fold_mask_v1.default
 _ROWS = torch.ops.aten.sym_size.int
+
+
+def _realize_masks(gm: GraphModule) -> None:
+    """Compute a mask once where Triton kernels read it: Inductor would recompute it for every opaque call."""
+    for lists in gm.graph.find_nodes(op="call_function", target=torch.ops.spec_compile.live_blocks_v2.default):
+        mask = lists.args[0]
+        parts = [part for part in lists.users if part.target is operator.getitem]
+        readers = {user for part in parts for user in part.users if user.target is _TRITON and user.args[3] is mask}
+        if not readers or mask.op == "placeholder":
+            continue
+        with gm.graph.inserting_before(lists):
+            realized = gm.graph.call_function(_REALIZE_MASK, (mask,))
+        value = tensor(mask)
+        with fake_mode(value):
+            realized.meta.update(val=_REALIZE_MASK(value), spec_compile=True)
+        for node, position in [(lists, 0), *((reader, 3) for reader in readers)]:
+            node.update_arg(position, realized)
 
 
 def _is_mask_work(node: Node) -> bool:

@@ -29,7 +29,7 @@ class Options:
         cudagraphs: run the step under CUDA graphs (also chosen by ``mode="reduce-overhead"``); ignored on CPU.
         max_q_len: largest number of draft rows that counts as a verify forward, 1..64.
         block_size: keys per block of the live-block list.
-        lowering: ``auto``, ``folded`` or ``reference`` (the specification; slow).
+        lowering: ``auto``, ``triton``, ``folded`` or ``reference`` (the specification; slow).
         codegen: ``inductor``, or ``eager`` to run the rewritten graph as it is, for debugging.
         dump: folder for graphs before and after each pass (also ``SPEC_COMPILE_DUMP``).
         on_report: called with each :class:`~spec_compile.report.RewriteReport`.
@@ -53,7 +53,7 @@ class Options:
             raise OptionsError(f"options['max_q_len'] must lie in 1..{MAX_ROWS}, got {self.max_q_len!r}")
         if not isinstance(self.block_size, int) or self.block_size not in (8, 16, 32, 64, 128):
             raise OptionsError(f"options['block_size'] must be 8, 16, 32, 64 or 128, got {self.block_size!r}")
-        for name, allowed in (("lowering", ("auto", "folded", "reference")), ("codegen", ("inductor", "eager"))):
+        for name, allowed in (("lowering", ("auto", "triton", "folded", "reference")), ("codegen", ("inductor", "eager"))):
             if getattr(self, name) not in allowed:
                 raise OptionsError(f"options[{name!r}] must be one of {allowed}, got {getattr(self, name)!r}")
 

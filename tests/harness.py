@@ -29,7 +29,7 @@ BLOCK_SIZE = 16
 
 ATTENTION = torch.ops.spec_compile.attention_v1.default
 FOLDED = torch.ops.spec_compile.attention_folded_v1.default
-LIVE_BLOCKS = torch.ops.spec_compile.live_blocks_v1.default
+LIVE_BLOCKS = torch.ops.spec_compile.live_blocks_v2.default
 
 Program = Callable[..., Any]
 

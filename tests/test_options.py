@@ -77,7 +77,7 @@ def test_unknown_key_lists_the_known_ones() -> None:
         ("strict", 1), ("strict", "yes"), ("strict", None), ("cudagraphs", 0), ("cudagraphs", "auto"),
         ("max_q_len", 0), ("max_q_len", -1), ("max_q_len", MAX_ROWS + 1), ("max_q_len", "8"), ("max_q_len", 8.0),
         ("max_q_len", None), ("max_q_len", True), ("block_size", 0), ("block_size", 48), ("block_size", 256),
-        ("block_size", "64"), ("block_size", None), ("block_size", 64.0), ("lowering", "triton"),
+        ("block_size", "64"), ("block_size", None), ("block_size", 64.0), ("lowering", "cuda"),
         ("lowering", None), ("lowering", []),
         ("codegen", "aot_eager"), ("codegen", None), ("dump", 3), ("on_report", "print"),
     ],

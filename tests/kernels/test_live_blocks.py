@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from mask_cases import causal, grid
 from torch import Tensor
 
 from spec_compile.kernels import library
 from spec_compile.kernels.blocks import hidden_threshold, keys_in_blocks, visible
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-
-
-def causal(start: int, rows: int, kv_len: int) -> Tensor:
-    """``[1, 1, T, S]``: row t stands at ``start + t`` and sees everything up to itself."""
-    return (torch.arange(kv_len) <= torch.arange(start, start + rows)[:, None])[None, None]
 
 
 def expected_lists(mask: Tensor, block_size: int) -> tuple[list[list[int]], list[list[int]]]:
@@ -43,35 +39,14 @@ def lists_of(mask: Tensor, block_size: int) -> tuple[list[list[int]], list[list[
     ids, count, full = library.live_blocks(mask, block_size)
     batch, blocks = mask.shape[0], -(-mask.shape[3] // block_size)
     assert (ids.dtype, count.dtype, full.dtype) == (torch.int32, torch.int32, torch.uint8)
-    assert (ids.shape, count.shape, full.shape) == ((batch, 1, blocks), (batch, 1), (batch, blocks))
+    assert (ids.shape, count.shape, full.shape) == ((batch, 1, blocks), (batch, 1), (batch, 1, blocks))
     for row in range(batch):
         used = int(count[row, 0])
         assert (ids[row, 0, used:] == -1).all()
         assert (ids[row, 0, :used] >= 0).all()
+        assert (full[row, 0, used:] == 0).all()
     live = [ids[row, 0, : int(count[row, 0])].tolist() for row in range(batch)]
-    return live, [full[row].nonzero().flatten().tolist() for row in range(batch)]
-
-
-def grid() -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    kv_len, rows = 83, 5
-    ragged = causal(40, rows, kv_len).repeat(2, 1, 1, 1)
-    ragged[0, ..., :21] = False
-    window = causal(60, rows, kv_len) & ~causal(40, rows, kv_len)
-    random = torch.rand(3, 4, rows, kv_len, generator=generator) < 0.02
-    bias = torch.randn(2, 4, rows, kv_len, generator=generator).masked_fill(~ragged, -torch.inf)
-    return {
-        "causal": causal(40, rows, kv_len),
-        "causal to the last slot": causal(kv_len - rows, rows, kv_len),
-        "left padding": ragged,
-        "sliding window": window,
-        "random sparse, per head and batch": random,
-        "one row for all": causal(40, 1, kv_len),
-        "nothing visible": torch.zeros(2, 1, rows, kv_len, dtype=torch.bool),
-        "everything visible": torch.ones(1, 1, rows, kv_len, dtype=torch.bool),
-        "additive": torch.zeros(ragged.shape).masked_fill(~ragged, -torch.inf),
-        "additive bias per head": bias,
-    }
+    return live, [ids[row, 0][full[row, 0] != 0].tolist() for row in range(batch)]
 
 
 @pytest.mark.parametrize("block_size", [8, 16, 32, 64, 128])

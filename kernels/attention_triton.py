@@ -1,0 +1,302 @@
+"""Split-KV attention for verify forwards in Triton: the CUDA kernel behind ``attention``.
+
+All rows of a KV head (T draft rows x G query heads of its group) share one tile, so each K and V byte is read once. The block
+list is cut into a fixed number of splits; a second launch adds the partial results in split order, so that results repeat bit
+for bit. Blocks that the list calls full are read without their mask; the few others follow in a loop of their own.
+
+The split-KV scheme is that of FlashDecoding (https://pytorch.org/blog/flash-decoding/); the online softmax that of
+FlashAttention-2 (arXiv 2307.08691), in base 2.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from spec_compile.kernels.blocks import hidden_threshold
+from spec_compile.kernels.reference import allocate_output
+from spec_compile.kernels.tiling import Tiling, choose_tiling
+
+LOG2E = tl.constexpr(math.log2(math.e))
+
+
+@triton.jit
+def _scores(q, k, scale, softcap, HAS_CAP: tl.constexpr, PRECISION: tl.constexpr):
+    """Scores in units of log 2."""
+    s = tl.dot(q, k, input_precision=PRECISION) * scale
+    if HAS_CAP:
+        # tanh by exp2; it saturates without overflow trouble since exp2(inf) is inf.
+        s = softcap * (1.0 - 2.0 / (tl.exp2(s * (2.0 * LOG2E / softcap)) + 1.0)) * LOG2E
+    return s
+
+
+@triton.jit
+def _accumulate(s, v, top, total, acc, PRECISION: tl.constexpr):
+    """One step of the online softmax."""
+    new_top = tl.maximum(top, tl.max(s, 1))
+    shrink = tl.exp2(top - new_top)
+    p = tl.exp2(s - new_top[:, None])
+    total = total * shrink + tl.sum(p, 1)
+    acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+    return new_top, total, acc
+
+
+@triton.jit
+def _listed_block(ids, position, end, LISTED: tl.constexpr):
+    if LISTED:
+        return tl.load(ids + position, mask=position < end, other=0)
+    return position
+
+
+@triton.jit
+def _is_plain(
+    full, block, position, end, kv_len, BLOCK: tl.constexpr, FLAGGED: tl.constexpr, MASK_KIND: tl.constexpr
+):  # fmt: skip
+    """Whether a block can be read whole, without its mask."""
+    if FLAGGED:
+        return tl.load(full + position, mask=position < end, other=1) != 0
+    return ((block + 1) * BLOCK <= kv_len) & (MASK_KIND == 0)
+
+
+@triton.jit(do_not_specialize=["rows", "kv_len", "capacity"])
+def _split_kernel(
+    Q, K, V, MASK, IDS, COUNT, FULL, SINKS, TOP, TOTAL, PARTIAL, OUT,
+    q_b, q_h, q_t, q_d, k_b, k_h, k_s, k_d, v_b, v_h, v_s, v_d, m_b, m_h, m_t, m_s,
+    i_b, i_h, f_b, f_h, c_b, c_h, o_b, o_h, o_t, o_d, rows, kv_len, capacity, scale, softcap,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
+    M: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, SCAN: tl.constexpr,
+    MASK_KIND: tl.constexpr, HIDDEN: tl.constexpr, LISTED: tl.constexpr, FLAGGED: tl.constexpr, INLINE: tl.constexpr,
+    HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    split = tl.program_id(0)
+    tile = tl.program_id(1) % TILES
+    kv_head = tl.program_id(1) // TILES
+    b = tl.program_id(2).to(tl.int64)
+    r = tile * M + tl.arange(0, M)
+    in_tile = r < GROUP * rows
+    g = r // rows
+    t = r - g * rows
+    h = kv_head * GROUP + g
+    d = tl.arange(0, BD)
+    dv = tl.arange(0, BDV)
+    n = tl.arange(0, BLOCK)
+    if PDL:
+        gdc_wait()
+
+    ids = IDS + b * i_b + kv_head * i_h
+    full = FULL + b * f_b + kv_head * f_h
+    if LISTED:
+        count = tl.load(COUNT + b * c_b + kv_head * c_h)
+    else:
+        count = capacity
+    lo = split * count // SPLITS
+    hi = (split + 1) * count // SPLITS
+    block = _listed_block(ids, lo, hi, LISTED)
+    plain = _is_plain(full, block, lo, hi, kv_len, BLOCK, FLAGGED, MASK_KIND)
+    q_at = Q + b * q_b + h[:, None] * q_h + t[:, None] * q_t + d[None, :] * q_d
+    q = tl.load(q_at, mask=in_tile[:, None] & (d < D)[None, :], other=0.0)
+    k_at = K + b * k_b + kv_head.to(tl.int64) * k_h + d[:, None] * k_d + n[None, :] * k_s
+    v_at = V + b * v_b + kv_head.to(tl.int64) * v_h + n[:, None] * v_s + dv[None, :] * v_d
+    m_at = MASK + b * m_b + h[:, None] * m_h + t[:, None] * m_t
+    top = tl.full([M], -1.0e30, tl.float32)
+    total = tl.zeros([M], tl.float32)
+    acc = tl.zeros([M, BDV], tl.float32)
+
+    # The next block's id travels with the loop: loaded inside, it would halve the depth of the pipeline.
+    partial = 0
+    first = 0
+    for j in tl.range(lo, hi):
+        next_block = _listed_block(ids, j + 1, hi, LISTED)
+        next_plain = _is_plain(full, next_block, j + 1, hi, kv_len, BLOCK, FLAGGED, MASK_KIND)
+        key = block * BLOCK + n
+        wide = block.to(tl.int64) * BLOCK
+        if INLINE:
+            inside = key < kv_len
+            k = tl.load(k_at + wide * k_s, mask=inside[None, :] & (d < D)[:, None], other=0.0)
+            v = tl.load(v_at + wide * v_s, mask=inside[:, None] & (dv < DV)[None, :], other=0.0)
+            s = _scores(q, k, scale, softcap, HAS_CAP, PRECISION)
+            wanted = in_tile[:, None] & inside[None, :] & (plain == 0)
+            if MASK_KIND == 1:
+                keep = tl.load(m_at + key[None, :] * m_s, mask=wanted, other=0) != 0
+            else:
+                bias = tl.load(m_at + key[None, :] * m_s, mask=wanted, other=float("-inf")).to(tl.float32)
+                keep = bias > HIDDEN
+                s += tl.where(keep, bias, 0.0) * LOG2E
+            keep = keep | plain
+            s = tl.where(keep, s, float("-inf"))
+            v = tl.where((tl.max(keep.to(tl.int32), 0) > 0)[:, None], v, 0.0)
+        else:
+            if BD == D:
+                k = tl.load(k_at + wide * k_s, mask=plain, other=0.0)
+            else:
+                k = tl.load(k_at + wide * k_s, mask=plain & (d < D)[:, None], other=0.0)
+            if BDV == DV:
+                v = tl.load(v_at + wide * v_s, mask=plain, other=0.0)
+            else:
+                v = tl.load(v_at + wide * v_s, mask=plain & (dv < DV)[None, :], other=0.0)
+            s = _scores(q, k, scale, softcap, HAS_CAP, PRECISION)
+            s = tl.where(plain, s, float("-inf"))
+            first = tl.where(plain | (partial > 0), first, j)
+            partial += tl.where(plain, 0, 1)
+        top, total, acc = _accumulate(s, v, top, total, acc, PRECISION)
+        block = next_block
+        plain = next_plain
+
+    if not INLINE:  # noqa: SIM102 (a constant of the kernel: folded into one condition, the branch would be compiled)
+        if partial > 0:
+            position = lo + tl.arange(0, SCAN)
+            blocks = _listed_block(ids, position, hi, LISTED)
+            plains = (position >= hi) | _is_plain(full, blocks, position, hi, kv_len, BLOCK, FLAGGED, MASK_KIND)
+            j = first
+            while partial > 0:
+                block = _listed_block(ids, j, hi, LISTED)
+                key = block * BLOCK + n
+                wide = block.to(tl.int64) * BLOCK
+                inside = key < kv_len
+                k = tl.load(k_at + wide * k_s, mask=inside[None, :] & (d < D)[:, None], other=0.0)
+                v = tl.load(v_at + wide * v_s, mask=inside[:, None] & (dv < DV)[None, :], other=0.0)
+                s = _scores(q, k, scale, softcap, HAS_CAP, PRECISION)
+                wanted = in_tile[:, None] & inside[None, :]
+                if MASK_KIND == 0:
+                    keep = wanted
+                elif MASK_KIND == 1:
+                    keep = tl.load(m_at + key[None, :] * m_s, mask=wanted, other=0) != 0
+                else:
+                    bias = tl.load(m_at + key[None, :] * m_s, mask=wanted, other=float("-inf")).to(tl.float32)
+                    keep = bias > HIDDEN
+                    s += tl.where(keep, bias, 0.0) * LOG2E
+                s = tl.where(keep, s, float("-inf"))
+                v = tl.where((tl.max(keep.to(tl.int32), 0) > 0)[:, None], v, 0.0)
+                top, total, acc = _accumulate(s, v, top, total, acc, PRECISION)
+                partial -= 1
+                j = tl.min(tl.where(plains | (position <= j), 2147483647, position), 0)
+
+    if PDL:
+        gdc_launch_dependents()
+    stored = in_tile[:, None] & (dv < DV)[None, :]
+    if SPLITS == 1:
+        if HAS_SINKS:
+            sink = tl.load(SINKS + h, mask=in_tile, other=0.0).to(tl.float32) * LOG2E
+            new_top = tl.maximum(top, sink)
+            acc *= tl.exp2(top - new_top)[:, None]
+            total = total * tl.exp2(top - new_top) + tl.exp2(sink - new_top)
+        out = acc / tl.where(total > 0, total, 1.0)[:, None]
+        o_at = OUT + b * o_b + h[:, None] * o_h + t[:, None] * o_t + dv[None, :] * o_d
+        tl.store(o_at, out.to(OUT.dtype.element_ty), mask=stored)
+    else:
+        slot = ((b * HEADS + h) * rows + t) * SPLITS + split
+        tl.store(TOP + slot, top, mask=in_tile)
+        tl.store(TOTAL + slot, total, mask=in_tile)
+        tl.store(PARTIAL + slot[:, None] * DV + dv[None, :], acc, mask=stored)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _reduce_kernel(
+    TOP, TOTAL, PARTIAL, SINKS, OUT, o_b, o_h, o_t, o_d, rows,
+    HEADS: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr, SPLITS: tl.constexpr, BSPLITS: tl.constexpr,
+    HAS_SINKS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    t = row % rows
+    h = (row // rows) % HEADS
+    b = (row // (rows * HEADS)).to(tl.int64)
+    split = tl.arange(0, BSPLITS)
+    dv = tl.arange(0, BDV)
+    used = split < SPLITS
+    slot = row.to(tl.int64) * SPLITS + split
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    tops = tl.load(TOP + slot, mask=used, other=-1.0e30)
+    totals = tl.load(TOTAL + slot, mask=used, other=0.0)
+    parts = tl.load(PARTIAL + slot[:, None] * DV + dv[None, :], mask=used[:, None] & (dv < DV)[None, :], other=0.0)
+    top = tl.max(tops, 0)
+    if HAS_SINKS:
+        sink = tl.load(SINKS + h).to(tl.float32) * LOG2E
+        top = tl.maximum(top, sink)
+    weight = tl.exp2(tops - top)
+    total = tl.sum(weight * totals, 0)
+    if HAS_SINKS:
+        total += tl.exp2(sink - top)
+    out = tl.sum(parts * weight[:, None], 0) / tl.where(total > 0, total, 1.0)
+    o_at = OUT + b * o_b + h * o_h + t * o_t + dv * o_d
+    tl.store(o_at, out.to(OUT.dtype.element_ty), mask=dv < DV)
+
+
+def _or(x: Tensor | None, stand_in: Tensor) -> Tensor:
+    return stand_in if x is None else x
+
+
+def _strides(x: Tensor | None) -> tuple[int, ...]:
+    """Strides with which a dimension of size 1 broadcasts."""
+    if x is None:
+        return (0, 0, 0, 0)
+    return tuple(0 if size == 1 else stride for size, stride in zip(x.shape, x.stride()))
+
+
+def attention_triton(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    ids: Tensor | None,
+    count: Tensor | None,
+    full: Tensor | None,
+    block_size: int,
+    scale: float,
+    softcap: float,
+    sinks: Tensor | None,
+    tiling: Tiling | None = None,
+) -> Tensor:
+    """Same arguments and result as :func:`spec_compile.kernels.library.attention`; float16, bfloat16 or float32.
+
+    ``tiling`` overrides the table of :mod:`spec_compile.kernels.tiling` (for the tuner). The number of splits depends on
+    static shapes alone, so the order of summation is that of the block list, whatever the cache's length.
+    """
+    batch, heads, rows, dim = q.shape
+    kv_heads, kv_len, v_dim = k.shape[1], k.shape[2], v.shape[3]
+    group = heads // kv_heads
+    tiling = tiling or choose_tiling(q.device, q.dtype, batch, kv_heads, group * rows, dim, v_dim, block_size)
+    tiles = triton.cdiv(group * rows, tiling.rows)
+    splits = tiling.splits
+    capacity = triton.cdiv(kv_len, block_size) if ids is None else ids.shape[-1]
+    out = allocate_output(q, v_dim)
+    if splits > 1:
+        tops, totals = (q.new_empty(batch * heads * rows * splits, dtype=torch.float32) for _ in range(2))
+        partials = q.new_empty(batch * heads * rows * splits, v_dim, dtype=torch.float32)
+    else:
+        tops = totals = partials = out
+    mask_kind = 0 if mask is None else 1 if mask.dtype == torch.bool else 2
+    mask_operand = q if mask is None else mask.view(torch.uint8) if mask_kind == 1 else mask
+    # A bias per head (ALiBi) leaves no block without mask work: then one pipelined loop that loads it beats two loops.
+    inline = mask is not None and (full is None or (mask_kind == 2 and mask.shape[1] > 1))
+    base2 = 1.0 if softcap > 0 else LOG2E.value
+    pdl = tiling.pdl
+    options = {"launch_pdl": True} if pdl else {}
+    with torch.cuda.device_of(q):
+        _split_kernel[(splits, kv_heads * tiles, batch)](
+            q, k, v, mask_operand, _or(ids, q), _or(count, q), _or(full, q), _or(sinks, q), tops, totals, partials, out,
+            *q.stride(), *k.stride(), *v.stride(), *_strides(mask),
+            *_strides(ids)[:2], *_strides(full)[:2], *_strides(count)[:2],
+            *out.stride(), rows, kv_len, capacity, scale * base2, softcap,
+            HEADS=heads, GROUP=group, D=dim, DV=v_dim,
+            BD=max(16, triton.next_power_of_2(dim)), BDV=max(16, triton.next_power_of_2(v_dim)),
+            M=tiling.rows, TILES=tiles, BLOCK=block_size, SPLITS=splits,
+            SCAN=triton.next_power_of_2(triton.cdiv(capacity, splits) + 1),
+            MASK_KIND=mask_kind, HIDDEN=hidden_threshold(mask.dtype) if mask is not None and mask_kind == 2 else 0.0,
+            LISTED=ids is not None, FLAGGED=full is not None, INLINE=inline,
+            HAS_CAP=softcap > 0, HAS_SINKS=sinks is not None, PRECISION="ieee" if q.dtype == torch.float32 else None,
+            PDL=pdl, num_warps=tiling.warps, num_stages=tiling.stages, **options,
+        )  # fmt: skip
+        if splits > 1:
+            _reduce_kernel[(batch * heads * rows,)](
+                tops, totals, partials, _or(sinks, q), out, *out.stride(), rows,
+                HEADS=heads, DV=v_dim, BDV=max(16, triton.next_power_of_2(v_dim)), SPLITS=splits,
+                BSPLITS=triton.next_power_of_2(splits), HAS_SINKS=sinks is not None, PDL=pdl, num_warps=1, **options,
+            )  # fmt: skip
+    return out

@@ -1,0 +1,49 @@
+"""Linear layers at verify's row counts: when the small-row kernel is used, and what it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from spec_compile.kernels import availability
+
+MAX_ROWS = 96
+MAX_WEIGHTS = 4
+_TILE = 64
+
+
+def why_not(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> str | None:
+    """Reason why the kernel cannot take this product, or None; looks at (fake) operands, never at data."""
+    if x.device.type != "cuda" or weight.device != x.device:
+        return f"device {x.device.type}"
+    if torch.version.hip is not None or torch.cuda.get_device_capability(x.device)[0] != 9:
+        return "measured on Hopper only"
+    if x.dtype not in (torch.float16, torch.bfloat16) or weight.dtype != x.dtype or (bias is not None and bias.dtype != x.dtype):
+        return f"dtypes {x.dtype} and {weight.dtype}"
+    if weight.dim() != 2 or weight.stride(1) != 1 or weight.shape[1] % 64 or weight.stride(0) % 8:
+        return "rows of the weight are not contiguous multiples of 64 elements"
+    return availability.why_no_triton()
+
+
+def pays(rows: int, columns: Sequence[int]) -> bool:
+    """Whether one launch beats cuBLAS (measured on an H200).
+
+    Up to 32 rows: several weights always, one if its tiles fill the device; from 32,768 columns on (output layers) cuBLAS
+    reaches the memory limit by itself. Above, only what cuBLAS cuts into several launches: several weights, past 64 rows
+    small ones.
+    """
+    if rows <= 32:
+        return rows >= 1 and (len(columns) > 1 or 64 * _TILE <= columns[0] < 32768)
+    return len(columns) > 1 and (rows <= 64 or (rows <= MAX_ROWS and sum(columns) <= 8192))
+
+
+def linears(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> list[Tensor]:
+    """See :func:`spec_compile.kernels.library.linears`."""
+    if x.is_cuda and x.numel() // x.shape[-1] <= MAX_ROWS and why_not(x, weights[0]) is None:
+        from spec_compile.kernels.linears_triton import linears_triton
+
+        return linears_triton(x, weights, biases)
+    return [linear(x, weight, biases[i] if biases else None) for i, weight in enumerate(weights)]

@@ -1,0 +1,95 @@
+"""FuseLinears: linear layers of one input, and those that cuBLAS serves badly at few rows, in one launch.
+
+Before::
+
+    q = aten.linear(x, wq); k = aten.linear(x, wk); v = aten.linear(x, wv)
+
+After::
+
+    q, k, v = spec_compile.linears(x, [wq, wk, wv], [])
+
+Exact up to the order of summation, like any choice of a product's kernel. Weights are read live, where they lie.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from spec_compile.kernels import library
+from spec_compile.kernels.linears import MAX_WEIGHTS, pays, why_not
+from spec_compile.passes.base import Pass, PassContext, PassReport, Stage, register_pass
+from spec_compile.passes.nodes import alias_root, aten, fake_mode, hint, is_call, mutated_arguments, shape, tensor
+
+assert library.linears is not None  # importing it registers the operators
+_LINEARS = torch.ops.spec_compile.linears_v1.default
+
+
+@register_pass("fuse_linears", Stage.LOWER)
+class FuseLinears(Pass):
+    """Group linear calls by input and hand the groups that pay to the small-row kernel."""
+
+    def run(self, gm: GraphModule, ctx: PassContext) -> PassReport:
+        report = self.report()
+        if ctx.lowering not in ("auto", "triton"):
+            return report
+        for group in _groups(gm):
+            for start in range(0, len(group), MAX_WEIGHTS):
+                calls = group[start : start + MAX_WEIGHTS]
+                rows = _rows(calls[0])
+                if rows is not None and pays(rows, [shape(call.args[1])[0] for call in calls]):
+                    _fuse(gm, calls)
+                    report.hits += len(calls)
+        return report
+
+
+def _rows(call: Node) -> int | None:
+    rows = 1
+    for size in shape(call.args[0])[:-1]:
+        known = hint(size)
+        if known is None:
+            return None
+        rows *= known
+    return rows
+
+
+def _groups(gm: GraphModule) -> list[list[Node]]:
+    """Eligible calls with the same input at the same state, in order."""
+    written = {alias_root(node) for call in gm.graph.nodes for node in mutated_arguments(call)}
+    writes: Counter[Node] = Counter()
+    groups: dict[Any, list[Node]] = {}
+    for node in gm.graph.nodes:
+        writes.update(alias_root(target) for target in mutated_arguments(node))
+        if not is_call(node, aten.linear):
+            continue
+        x, weight, bias = node.args[0], node.args[1], node.args[2] if len(node.args) > 2 else None
+        # Later calls move up to the first one: their weights must exist there, and nothing may write them.
+        parameters = [weight] if bias is None else [weight, bias]
+        if any(p.op not in ("placeholder", "get_attr") or alias_root(p) in written for p in parameters):
+            continue
+        values = [tensor(given) for given in (x, *parameters)]
+        if any(found is None for found in values) or why_not(*values) is not None:  # type: ignore[arg-type]
+            continue
+        groups.setdefault((x, writes[alias_root(x)], bias is None), []).append(node)
+    return list(groups.values())
+
+
+def _fuse(gm: GraphModule, calls: list[Node]) -> None:
+    weights = [call.args[1] for call in calls]
+    biases = [call.args[2] for call in calls if len(call.args) > 2 and call.args[2] is not None]
+    args = (calls[0].args[0], weights, biases)
+    with gm.graph.inserting_before(calls[0]):
+        fused = gm.graph.call_function(_LINEARS, args)
+        parts = [gm.graph.call_function(operator.getitem, (fused, i)) for i in range(len(calls))]
+    fused.meta.update({key: found for key, found in calls[0].meta.items() if key in ("nn_module_stack", "stack_trace")})
+    with fake_mode(tensor(calls[0])):
+        values = _LINEARS(*torch.fx.map_arg(args, lambda node: node.meta["val"]))
+    fused.meta.update(val=values, spec_compile=True)
+    for call, part, value in zip(calls, parts, values):
+        part.meta.update(val=value, spec_compile=True)
+        call.replace_all_uses_with(part)
+        gm.graph.erase_node(call)

@@ -1,0 +1,358 @@
+"""The Triton kernels: on a CUDA device as compiled, elsewhere in Triton's interpreter (which knows no bfloat16 dot)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from attention_cases import SELECTIONS, Call, Spec, einsum64, error, keys_of, listed, make, rms, sdpa
+from mask_cases import causal, grid
+from torch import Tensor
+
+from spec_compile.kernels import library, tiling
+from spec_compile.kernels.blocks import live_blocks_reference
+from spec_compile.kernels.providers import PROVIDERS, AttentionCall
+
+pytest.importorskip("triton")
+
+from spec_compile.kernels.attention_triton import attention_triton
+from spec_compile.kernels.linears_triton import linears_triton
+from spec_compile.kernels.live_blocks_triton import live_blocks_triton, why_not
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+BLOCK = 16
+DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if CUDA else [])
+# Largest error of one element against float64, for outputs of order 1.
+TOLERANCE = {torch.float32: 4e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+def moved(call: Call) -> Call:
+    place: Any = lambda x: x.to(DEVICE) if isinstance(x, Tensor) else x  # noqa: E731
+    return Call(*(place(getattr(call, f.name)) for f in dataclasses.fields(call)))
+
+
+def run(call: Call, block_size: int = BLOCK, **options: Any) -> Tensor:
+    lists = (None, None, None) if call.mask is None else live_blocks_reference(call.mask, block_size)
+    return attention_triton(
+        call.q, call.k, call.v, call.mask, *lists, block_size, call.scale, call.softcap, call.sinks, **options
+    )  # fmt: skip
+
+
+def check(spec: Spec, block_size: int = BLOCK) -> None:
+    call = make(spec)
+    found = run(moved(call), block_size)
+    assert found.shape == (spec.batch, spec.heads, spec.rows, spec.v_dim)
+    assert found.transpose(1, 2).is_contiguous()
+    assert error(found.cpu(), einsum64(call)) < TOLERANCE[spec.dtype]
+
+
+SPECS = [
+    Spec(mask="none"),
+    Spec(),
+    Spec(mask="additive"),
+    Spec(mask="heads"),
+    Spec(mask="bool_heads", layout="transposed"),
+    Spec(mask="one_batch", batch=3),
+    Spec(layout="sliced"),
+    Spec(v_dim=24, mask="additive"),
+    Spec(softcap=2.0),
+    Spec(softcap=2.0, sinks=True, mask="heads"),
+    Spec(sinks=True),
+    Spec(sinks=True, mask="none"),
+    Spec(rows=1, batch=1),
+    Spec(kv_len=64, rows=17),
+    Spec(heads=9, kv_heads=3, rows=9),
+    Spec(heads=7, kv_heads=1, rows=20),
+    Spec(heads=4, kv_heads=4),
+    Spec(mask="causal", kv_len=170),
+    Spec(mask="causal", kv_len=170, batch=3, sinks=True, layout="transposed"),
+    Spec(mask="causal", kv_len=130, rows=17, softcap=2.0, dim=24, v_dim=40),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_equals_float64(spec: Spec, dtype: torch.dtype) -> None:
+    check(dataclasses.replace(spec, dtype=dtype))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 8, 9, 16, 33, 64] if CUDA else [2, 33])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(9, 3), (12, 2), (28, 4), (14, 2), (71, 1), (4, 4)] if CUDA else [(12, 2)])
+def test_rows_and_groups(heads: int, kv_heads: int, rows: int) -> None:
+    check(Spec(batch=1, heads=heads, kv_heads=kv_heads, rows=rows, kv_len=150, dtype=DTYPES[-1]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("dim", "v_dim"), [(d, d) for d in ((16, 64, 72, 80, 96, 112, 128, 192, 256) if CUDA else (80,))] + [(192, 128), (24, 48)]
+)
+def test_head_dims(dim: int, v_dim: int, dtype: torch.dtype) -> None:
+    check(Spec(batch=1, heads=4, kv_heads=2, rows=9, kv_len=150, dim=dim, v_dim=v_dim, dtype=dtype), 64 if CUDA else 32)
+
+
+@pytest.mark.parametrize("block_size", [16, 32, 64, 128])
+@pytest.mark.parametrize("kv_len", [1, 16, 65, 127, 500] if CUDA else [1, 65])
+def test_cache_lengths_and_block_sizes(block_size: int, kv_len: int) -> None:
+    call = make(Spec(rows=1, kv_len=kv_len, dtype=torch.float16), seen=kv_len)
+    assert error(run(moved(call), block_size).cpu(), einsum64(call)) < TOLERANCE[torch.float16]
+
+
+@pytest.mark.parametrize("spec", [Spec(), Spec(mask="none"), Spec(mask="heads"), Spec(sinks=True)], ids=str)
+@pytest.mark.parametrize("name", SELECTIONS)
+def test_selections(name: str, spec: Spec) -> None:
+    chosen, call = SELECTIONS[name], make(spec)
+    ids, count = (x.to(DEVICE) for x in listed(chosen))
+    c = moved(call)
+    found = attention_triton(c.q, c.k, c.v, c.mask, ids, count, None, BLOCK, c.scale, c.softcap, c.sinks)
+    assert error(found.cpu(), einsum64(call, keys_of(chosen, BLOCK, spec.kv_len))) < 4e-6
+
+
+@pytest.mark.parametrize(
+    "spec", [Spec(), Spec(mask="causal", kv_len=170), Spec(mask="additive"), Spec(mask="heads"), Spec(softcap=2.0)], ids=str
+)
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+@pytest.mark.parametrize("lists", [True, False])
+def test_hidden_slots_never_reach_the_result(spec: Spec, poison: float, lists: bool) -> None:
+    call = moved(make(spec))
+    assert call.mask is not None
+
+    def attend() -> Tensor:
+        if lists:
+            return run(call)
+        return attention_triton(
+            call.q, call.k, call.v, call.mask, None, None, None, BLOCK, call.scale, call.softcap, call.sinks
+        )  # fmt: skip
+
+    wanted = attend()
+    seen = call.mask if call.mask.dtype == torch.bool else call.mask > torch.finfo(call.mask.dtype).min / 2
+    group = spec.heads // spec.kv_heads
+    used = seen.expand(spec.batch, spec.heads, spec.rows, spec.kv_len).unflatten(1, (spec.kv_heads, group)).flatten(2, 3).any(2)
+    assert not used.all()
+    call.k.masked_fill_(~used.unsqueeze(-1), poison)
+    call.v.masked_fill_(~used.unsqueeze(-1), poison)
+    assert torch.equal(attend(), wanted)
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("kind", ["bool", "additive"])
+def test_rows_that_see_nothing_are_zero(kind: str, sinks: bool) -> None:
+    call = make(Spec(mask=kind, sinks=sinks))
+    assert call.mask is not None
+    call.mask[1, :, 2] = False if kind == "bool" else -torch.inf
+    found = run(moved(call)).cpu()
+    assert (found[1, :, 2] == 0).all()
+    assert error(found, einsum64(call)) < 4e-6
+    call.mask.fill_(False if kind == "bool" else -torch.inf)
+    assert (run(moved(call)) == 0).all()
+
+
+@pytest.mark.parametrize("splits", [1, 2, 5, 16])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_every_number_of_splits(splits: int, sinks: bool) -> None:
+    call = make(Spec(batch=1, rows=3, sinks=sinks))
+    chosen = tiling.Tiling(rows=16, splits=splits, warps=4, stages=2, pdl=CUDA and torch.cuda.get_device_capability()[0] >= 9)
+    assert error(run(moved(call), tiling=chosen).cpu(), einsum64(call)) < 4e-6
+
+
+def test_unused_capacity_changes_no_bit() -> None:
+    """The split schedule depends on the live count alone: a long cache gives what a short one gives."""
+    short = moved(make(Spec(batch=1, kv_len=96, mask="causal")))
+    assert short.mask is not None
+    pad = [torch.nn.functional.pad(x, (0, 0, 0, 400)) for x in (short.k, short.v)]
+    long = dataclasses.replace(short, k=pad[0], v=pad[1], mask=torch.nn.functional.pad(short.mask, (0, 400)))
+    assert torch.equal(run(short), run(long))
+
+
+def test_full_flags_change_no_bit_beyond_rounding() -> None:
+    call = moved(make(Spec(kv_len=160, mask="causal")))
+    ids, count, full = live_blocks_reference(call.mask, BLOCK) if call.mask is not None else (None, None, None)
+    assert full is not None and full.any()
+    operands = (call.q, call.k, call.v, call.mask, ids, count)
+    with_flags = attention_triton(*operands, full, BLOCK, call.scale, 0.0, None)
+    without = attention_triton(*operands, torch.zeros_like(full), BLOCK, call.scale, 0.0, None)
+    assert (with_flags - without).abs().max() < 2e-6
+
+
+def test_a_second_run_gives_the_same_bits() -> None:
+    call = moved(make(Spec(batch=2, heads=8, kv_heads=2, rows=9, kv_len=600 if CUDA else 100, dtype=DTYPES[-1])))
+    assert torch.equal(run(call), run(call))
+
+
+@pytest.mark.parametrize("spec", [Spec(), Spec(mask="none"), Spec(mask="heads", sinks=True), Spec(softcap=2.0)], ids=str)
+def test_opcheck(spec: Spec) -> None:
+    c = moved(make(spec))
+    lists = (None, None, None) if c.mask is None else live_blocks_reference(c.mask, BLOCK)
+    torch.library.opcheck(library.attention_triton, (c.q, c.k, c.v, c.mask, *lists, BLOCK, c.scale, c.softcap, c.sinks))
+
+
+@pytest.mark.parametrize("block_size", [8, 16, 64, 128])
+@pytest.mark.parametrize("name", grid())
+def test_live_blocks(name: str, block_size: int) -> None:
+    for mask in (grid()[name], grid()[name].transpose(2, 3).contiguous().transpose(2, 3)):
+        for found, wanted in zip(live_blocks_triton(mask.to(DEVICE), block_size), live_blocks_reference(mask, block_size)):
+            assert found.dtype == wanted.dtype
+            assert torch.equal(found.cpu(), wanted)
+
+
+def test_live_blocks_of_a_long_cache() -> None:
+    """More blocks than one chunk of the compaction holds."""
+    mask = causal(20_000, 3, 8 * 3000)
+    mask[..., 4_000:9_000] = False
+    mask[:, :, 1, 12_345] = False
+    for found, wanted in zip(live_blocks_triton(mask.to(DEVICE), 8), live_blocks_reference(mask, 8)):
+        assert torch.equal(found.cpu(), wanted)
+
+
+def test_providers_refuse_with_a_reason() -> None:
+    provider = PROVIDERS[0]
+    assert provider.name == "triton"
+
+    def ask(dtype: torch.dtype = torch.float16, device: str = "cuda", dim: int = 64, **changes: Any) -> str | None:
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        with FakeTensorMode():
+            x = torch.empty(1, 2, 3, dim, dtype=dtype, device=device)
+            call = AttentionCall(x, x, x, None, 0.0, False)
+            return provider.supports(dataclasses.replace(call, **changes))
+
+    assert "device cpu" in str(ask(device="cpu"))
+    assert "float64" in str(ask(torch.float64))
+    assert "block_size 8" in str(ask(block_size=8))
+    assert "head dim 320" in str(ask(dim=320))
+    assert "mask dtype torch.float64" in str(ask(mask=torch.zeros(1, 1, 1, 1, dtype=torch.float64)))
+    if CUDA:
+        assert ask() is None
+        assert ask(dim=256) is None
+        assert ask(torch.float32, dim=256, block_size=128) is None or "shared memory" in str(
+            ask(torch.float32, dim=256, block_size=128)
+        )
+    assert "block_size 12" in str(why_not(torch.zeros(1, 1, 1, 1), 12))
+    assert "float64" in str(why_not(torch.zeros(1, 1, 1, 1, dtype=torch.float64), 64))
+
+
+def test_a_device_too_small_is_refused() -> None:
+    small = tiling.Device(capability=75, processors=40, shared_bytes=16 << 10)
+    with pytest.raises(ValueError, match="more shared memory than the device has"):
+        tiling._choose(small, 2, 1, 8, 32, 128, 128, 128)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dim", [16, 64, 80, 128, 192, 256])
+def test_tiles_fit_shared_memory(dtype: torch.dtype, dim: int) -> None:
+    for device in (tiling.Device(90, 132, 232448), tiling.Device(80, 108, 166912), tiling.Device(86, 84, 101376)):
+        for rows in (1, 8, 36, 128, 256, 2272):
+            dims = tiling.padded_dims(dim, dim)
+            if tiling.shared_bytes(16, 64, dims, dtype.itemsize, 1) + tiling.RESERVE > device.shared_bytes:
+                with pytest.raises(ValueError, match="shared memory"):
+                    tiling._choose(device, dtype.itemsize, 1, 8, rows, dim, dim, 64)
+                continue
+            found = tiling._choose(device, dtype.itemsize, 1, 8, rows, dim, dim, 64)
+            assert tiling.shared_bytes(found.rows, 64, dims, dtype.itemsize, found.stages) <= device.shared_bytes
+            assert 1 <= found.splits <= 64 and found.rows <= 128
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(32, 8, 128), (9, 3, 64), (71, 1, 64)])
+def test_error_stays_near_that_of_sdpa(dtype: torch.dtype, heads: int, kv_heads: int, dim: int) -> None:
+    call = make(Spec(batch=1, heads=heads, kv_heads=kv_heads, rows=9, kv_len=2000, dim=dim, v_dim=dim, dtype=dtype))
+    wanted = einsum64(call)
+    best = min(rms(sdpa(call), wanted), rms(sdpa(moved(call)).cpu(), wanted))
+    assert rms(run(moved(call), 64).cpu(), wanted) <= 1.2 * best
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
+def test_offsets_past_two_to_the_31() -> None:
+    heads, kv_len, rows, dim = 2, (1 << 23) + 640, 9, 128
+    k, v = (torch.zeros(1, heads, kv_len, dim, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    assert k.stride(1) * heads > 1 << 31
+    q = torch.randn(1, heads, rows, dim, dtype=torch.bfloat16, device="cuda")
+    live = slice(kv_len - 600, kv_len)
+    k[:, :, live], v[:, :, live] = (torch.randn(1, heads, 600, dim, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    mask = torch.zeros(1, 1, rows, kv_len, dtype=torch.bool, device="cuda")
+    mask[..., live] = causal(600 - rows, rows, 600).cuda()
+    found = run(Call(q, k, v, mask, dim**-0.5), 64)
+    wanted = einsum64(Call(q.cpu(), k[:, :, live].cpu(), v[:, :, live].cpu(), mask[..., live].cpu(), dim**-0.5))
+    assert error(found.cpu(), wanted) < 3e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
+def test_two_hundred_replays_with_moving_lengths() -> None:
+    spec = Spec(batch=2, heads=8, kv_heads=2, rows=9, kv_len=3000, dim=64, v_dim=64, dtype=torch.bfloat16)
+    call = moved(make(spec))
+    assert call.mask is not None
+    mask = call.mask
+
+    def step() -> Tensor:
+        lists = library.live_blocks(mask, 64)
+        return library.attention_triton(call.q, call.k, call.v, mask, *lists, 64, call.scale)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    starts = torch.randint(0, 2900, (200, 2), generator=torch.Generator().manual_seed(0)).tolist()
+    for pair in starts:
+        mask.copy_(torch.cat([causal(start, 9, 3000) for start in pair]))
+        call.q.normal_()
+        graph.replay()
+        replayed = captured.clone()
+        assert torch.equal(replayed, step())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
+def test_other_streams() -> None:
+    call = moved(make(Spec(kv_len=500, dtype=torch.float16)))
+    wanted = run(call)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        found = run(call)
+    stream.synchronize()
+    assert torch.equal(found, wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_the_second_device() -> None:
+    call = make(Spec(kv_len=500, dtype=torch.float16))
+    operands = [x.to("cuda:1") if isinstance(x, Tensor) else x for x in (call.q, call.k, call.v, call.mask)]
+    found = library.attention_triton(*operands, *library.live_blocks(operands[3], 64), 64, call.scale)
+    assert found.device == torch.device("cuda:1")
+    assert error(found.cpu(), einsum64(call)) < 4e-3
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+@pytest.mark.parametrize("rows", [1, 9, 17, 32, 70])
+@pytest.mark.parametrize(
+    ("columns", "bias"), [((96,), True), ((70, 33), False), ((64, 16, 130), True), ((16, 16, 70, 200), True)]
+)
+@pytest.mark.parametrize("size", [192, 576] if CUDA else [192])
+def test_linears(columns: tuple[int, ...], bias: bool, rows: int, size: int, dtype: torch.dtype) -> None:
+    if not CUDA and rows > 17:
+        pytest.skip("slow in the interpreter")
+    x = torch.randn(1, rows, size).to(dtype)
+    weights = [(torch.randn(n, size) * size**-0.5).to(dtype) for n in columns]
+    biases = [torch.randn(n).to(dtype) for n in columns] if bias else []
+    found = linears_triton(x.to(DEVICE), [w.to(DEVICE) for w in weights], [b.to(DEVICE) for b in biases])
+    for i, (y, weight) in enumerate(zip(found, weights, strict=True)):
+        wanted = torch.nn.functional.linear(x.double(), weight.double(), biases[i].double() if bias else None)
+        theirs = torch.nn.functional.linear(x, weight, biases[i] if bias else None)
+        assert y.shape == theirs.shape and y.is_contiguous()
+        assert rms(y.cpu(), wanted) <= 1.2 * rms(theirs, wanted) + 1e-6
+
+
+def test_linears_of_a_strided_input_and_opcheck() -> None:
+    x = torch.randn(2, 192, 5, dtype=torch.float16, device=DEVICE).transpose(1, 2)
+    weights = [torch.randn(n, 192, dtype=torch.float16, device=DEVICE) * 0.07 for n in (64, 48)]
+    for y, weight in zip(linears_triton(x, weights, []), weights):
+        assert (y - torch.nn.functional.linear(x, weight)).abs().max() < 1e-2
+    torch.library.opcheck(library.linears, (x, weights, []))
+    torch.library.opcheck(library.linears, (x, weights, [torch.zeros(n, dtype=torch.float16, device=DEVICE) for n in (64, 48)]))
