@@ -1,0 +1,253 @@
+"""A whole verify step of an unmodified transformers model on a CUDA device: 8 layers of Llama-3.1-8B and lm_head, bfloat16.
+
+    python benchmarks/verify_step.py [--points 1x32768 1x131072 8x32768] [--rows 9 8 1] [--peers sdpa flex] [--profile]
+                                     [--json FILE] [--plot FILE.png]
+
+Weights are random; the cache is full up to the rows of the step. ``ours`` is ``sc.compile_verify(model, cache,
+cudagraphs=True)``; peers are ``torch.compile(model, mode="reduce-overhead")`` over a StaticCache with attn_implementation
+``sdpa`` and ``flex_attention`` (the latter a peer in speed only: with a StaticCache its mask is wrong for T > 1). Times are
+medians in milliseconds: ``step`` between two events around the call, ``wall`` on the host up to the finished step, ``host``
+what the call costs the host besides the replay. ``limit`` is the time to read weights, K and V once at 4.3 TB/s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
+
+import spec_compile as sc
+
+SLACK = 64
+
+
+def build(attention: str, layers: int) -> Any:
+    config = LlamaConfig(
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=layers, num_attention_heads=32, num_key_value_heads=8,
+        vocab_size=128256, max_position_embeddings=1 << 18, rope_theta=500000.0, attn_implementation=attention,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("cuda"):
+            return LlamaForCausalLM(config).eval()
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def fill(cache: Any, length: int) -> None:
+    for layer in cache.layers:
+        layer.keys.normal_()
+        layer.values.normal_()
+        layer.cumulative_length.fill_(length)
+
+
+def rewind(cache: Any, length: int) -> None:
+    for layer in cache.layers:
+        layer.cumulative_length.fill_(length)
+
+
+def measure(step: Callable[[], Any], back: Callable[[], None], repeats: int = 30) -> dict[str, float]:
+    events, walls = [], []
+    for _ in range(repeats):
+        back()
+        torch.cuda.synchronize()
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        began = time.perf_counter()
+        start.record()
+        step()
+        end.record()
+        end.synchronize()
+        walls.append((time.perf_counter() - began) * 1e3)
+        events.append(start.elapsed_time(end))
+    return {"step_ms": statistics.median(events[5:]), "wall_ms": statistics.median(walls[5:])}
+
+
+class TimedReplay:
+    """Stands in for the captured graph and keeps the host time of the last replay."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
+        self.graph, self.us = graph, 0.0
+
+    def replay(self) -> None:
+        began = time.perf_counter()
+        self.graph.replay()
+        self.us = (time.perf_counter() - began) * 1e6
+
+
+def host_us(verify: sc.VerifyFunction, ids: Tensor, repeats: int = 100) -> float:
+    """Host time of a call less that of the replay in it."""
+    step = verify._step_graph
+    assert step is not None and step._graph is not None
+    graph = step._graph
+    timed = TimedReplay(graph)
+    step._graph = timed  # type: ignore[assignment]
+    verify.cache.crop(-ids.shape[1])
+    verify(ids)
+    spent = []
+    for _ in range(repeats):
+        verify.cache.crop(-ids.shape[1])
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        verify(ids)
+        spent.append((time.perf_counter() - began) * 1e6 - timed.us)
+    step._graph = graph
+    return statistics.median(spent)
+
+
+def kernels_us(step: Callable[[], Any], back: Callable[[], None]) -> list[tuple[str, int, float]]:
+    """Device time by kernel over one step: name, launches, microseconds."""
+    back()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        step()
+        torch.cuda.synchronize()
+    count: Counter[str] = Counter()
+    spent: Counter[str] = Counter()
+    for event in profile.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            count[event.name] += 1
+            spent[event.name] += event.device_time
+    return [(name[:90], count[name], us) for name, us in spent.most_common(30)]
+
+
+def ours(model: Any, batch: int, rows: int, slots: int, profile: bool) -> dict[str, Any]:
+    cache = sc.VerifyCache(model, max_len=slots - SLACK, batch=batch)
+    length = slots - rows - SLACK
+    fill(cache, length)
+    verify = sc.compile_verify(model, cache, draft_len=rows - 1, cudagraphs=True, strict=True)
+    ids = torch.randint(0, 128256, (batch, rows), device="cuda")
+
+    def back() -> None:
+        rewind(cache, length)
+
+    began = time.perf_counter()
+    verify(ids)
+    torch.cuda.synchronize()
+    result: dict[str, Any] = {"compile_s": time.perf_counter() - began}
+    result |= measure(lambda: verify(ids), back)
+    result["host_us"] = host_us(verify, ids)
+    if profile:
+        result["kernels"] = kernels_us(lambda: verify(ids), back)
+    return result
+
+
+def peer(model: Any, batch: int, rows: int, slots: int) -> dict[str, Any]:
+    cache = StaticCache(config=model.config, max_cache_len=slots)
+    head = model.config.hidden_size // model.config.num_attention_heads
+    cache.early_initialization(batch, model.config.num_key_value_heads, head, torch.bfloat16, model.device)
+    length = slots - rows - SLACK
+    fill(cache, length)
+    compiled = torch.compile(model, mode="reduce-overhead", fullgraph=True)
+    ids = torch.randint(0, 128256, (batch, rows), device="cuda")
+
+    @torch.no_grad()
+    def step() -> Any:
+        return compiled(input_ids=ids, past_key_values=cache, use_cache=True).logits
+
+    began = time.perf_counter()
+    for _ in range(3):
+        step()
+        rewind(cache, length)
+    torch.cuda.synchronize()
+    result: dict[str, Any] = {"compile_s": time.perf_counter() - began}
+    return result | measure(step, lambda: rewind(cache, length))
+
+
+def limit_ms(model: Any, batch: int, slots: int, bandwidth: float) -> float:
+    weights = sum(p.numel() for name, p in model.named_parameters() if "embed_tokens" not in name) * 2
+    config = model.config
+    kv = 2 * batch * slots * config.num_key_value_heads * config.hidden_size // config.num_attention_heads * 2
+    return (weights + kv * config.num_hidden_layers) / bandwidth * 1e3
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 4), layout="constrained")
+    names = list(dict.fromkeys(row["path"] for row in rows))
+    points = list(dict.fromkeys((row["B"], row["T"], row["S"]) for row in rows))
+    for offset, name in enumerate(names):
+        found = {(row["B"], row["T"], row["S"]): row["step_ms"] for row in rows if row["path"] == name}
+        places = [i + (offset - len(names) / 2) * 0.8 / len(names) for i, point in enumerate(points) if point in found]
+        axes.bar(places, [found[point] for point in points if point in found], 0.8 / len(names), label=name)
+    limits = {(row["B"], row["T"], row["S"]): row["limit_ms"] for row in rows}
+    axes.scatter(range(len(points)), [limits[point] for point in points], marker="_", color="black", s=400, label="limit")
+    axes.set_xticks(range(len(points)), [f"B={b} T={t}\n{s // 1024}k" for b, t, s in points])
+    axes.set(yscale="log", ylabel="ms per verify step")
+    axes.legend()
+    figure.savefig(path, dpi=150)
+
+
+def point(text: str) -> tuple[int, int]:
+    batch, slots = text.split("x")
+    return int(batch), int(slots)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--points", type=point, nargs="+", default=[(1, 32768), (1, 131072), (8, 32768)], metavar="BxS")
+    parser.add_argument("--rows", type=int, nargs="+", default=[9, 8, 1])
+    parser.add_argument("--peers", nargs="*", default=["sdpa", "flex"], choices=["sdpa", "flex"])
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--bandwidth", type=float, default=4.3e12, help="bytes per second for the limit")
+    parser.add_argument("--profile", action="store_true", help="also list our kernels by device time")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path)
+    args = parser.parse_args()
+    torch._dynamo.config.recompile_limit = 64
+    card = torch.cuda.get_device_name()
+    print(f"{card}, torch {torch.__version__}, {args.layers} layers of Llama-3.1-8B + lm_head, bfloat16")
+    print(
+        f"{'path':<6} {'B':>2} {'T':>3} {'S':>7} {'limit':>6} {'step':>7} {'wall':>7} {'share':>6} {'host us':>7} {'compile':>8}"
+    )
+    rows: list[dict[str, Any]] = []
+    for path in ["ours", *args.peers]:
+        model = build("flex_attention" if path == "flex" else "sdpa", args.layers)
+        for batch, slots in args.points:
+            for count in args.rows:
+                try:
+                    found = (
+                        ours(model, batch, count, slots, args.profile) if path == "ours" else peer(model, batch, count, slots)
+                    )  # fmt: skip
+                except Exception as error:
+                    print(
+                        f"{path:<6} {batch:>2} {count:>3} {slots:>7} failed: {error!r:.150}",
+                        flush=True,
+                    )
+                    continue
+                limit = limit_ms(model, batch, slots - SLACK, args.bandwidth)
+                rows.append({"path": path, "B": batch, "T": count, "S": slots, "limit_ms": limit, **found})
+                host = f"{found['host_us']:>7.0f}" if "host_us" in found else f"{'-':>7}"
+                print(
+                    f"{path:<6} {batch:>2} {count:>3} {slots:>7} {limit:>6.2f} {found['step_ms']:>7.3f} {found['wall_ms']:>7.3f} "
+                    f"{limit / found['step_ms']:>6.1%} {host} {found['compile_s']:>6.1f} s",
+                    flush=True,
+                )
+                for name, launches, us in found.get("kernels", []):
+                    print(f"    {us:8.1f} us {launches:>4} x {name}")
+                torch._dynamo.reset()
+                torch.cuda.empty_cache()
+        del model
+        torch.cuda.empty_cache()
+    if args.json:
+        payload = {"card": card, "torch": torch.__version__, "layers": args.layers, "rows": rows}
+        args.json.write_text(json.dumps(payload, indent=2), encoding="utf-8")
+    if args.plot:
+        plot(rows, args.plot)
+
+
+if __name__ == "__main__":
+    main()
