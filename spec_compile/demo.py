@@ -111,7 +111,7 @@ def compare(model: Any, ids: Tensor, expected: list[int], found: list[int]) -> d
     same = next((i for i, (a, b) in enumerate(zip(expected, found)) if a != b), min(len(expected), len(found)))
     if same == total:
         return {"identical": total, "total": total, "difference": None}
-    prefix = torch.cat([ids, torch.tensor([expected[:same]], dtype=ids.dtype)], dim=1)
+    prefix = torch.cat([ids, torch.tensor([expected[:same]], dtype=ids.dtype, device=ids.device)], dim=1)
     with torch.no_grad():
         logits = model.forward(input_ids=prefix, logits_to_keep=1).logits[0, -1].float()
     top = logits.topk(2).values
@@ -128,7 +128,26 @@ def compare(model: Any, ids: Tensor, expected: list[int], found: list[int]) -> d
     }
 
 
-def run(model_path: Path | None, new_tokens: int, drafts: int, source_tokens: int) -> dict[str, Any]:
+def choose_device(name: str) -> torch.device:
+    """``cpu``, ``cuda`` (or ``cuda:1``), or ``auto``: the GPU if there is one.
+
+    Raises:
+        OptionsError: no such device here.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        if device.type == "cuda":
+            torch.cuda.get_device_properties(device)
+    except (RuntimeError, AssertionError, ValueError) as error:
+        raise OptionsError(f"--device {name}: {str(error).splitlines()[0]}") from None
+    if device.type not in ("cpu", "cuda"):
+        raise OptionsError(f"--device {name}: only cpu and cuda are supported")
+    return device
+
+
+def run(model_path: Path | None, new_tokens: int, drafts: int, source_tokens: int, device_name: str = "auto") -> dict[str, Any]:
     """Run the demo, print the table, and return its numbers.
 
     Raises:
@@ -141,6 +160,7 @@ def run(model_path: Path | None, new_tokens: int, drafts: int, source_tokens: in
     ):
         if not low <= given <= high:
             raise OptionsError(f"{name} must lie in {low}..{high}, got {given}")
+    device = choose_device(device_name)
     logging.getLogger("transformers").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=UserWarning)
     console = Console()
@@ -153,8 +173,9 @@ def run(model_path: Path | None, new_tokens: int, drafts: int, source_tokens: in
     with Progress(*columns, console=console) as progress:
         task = progress.add_task(f"loading {path.name}", total=None)
         model, tokenizer = load_model(path)
+        model.to(device)
         model.generation_config.pad_token_id = model.generation_config.pad_token_id or tokenizer.eos_token_id
-        prompts = demo_prompts(tokenizer, source_tokens)
+        prompts = [(name, ids.to(device)) for name, ids in demo_prompts(tokenizer, source_tokens)]
         max_len = max(ids.shape[1] for _, ids in prompts) + new_tokens
         steps = len(prompts) * (len(METHODS) + 1)
         progress.update(task, total=steps)
@@ -217,6 +238,7 @@ def _summarise(model: Any, prompts: list[tuple[str, Tensor]], runs: dict[str, li
         "text": {name: runs["spec_compile"][i].tokens for i, (name, _) in enumerate(prompts)},
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
+        "device": torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else "cpu",
         "machine": platform.machine(),
     }
 

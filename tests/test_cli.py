@@ -289,3 +289,9 @@ def test_demo_without_its_dependencies_says_what_to_install(
     for name in [name for name in sys.modules if name.startswith("rich.")]:
         monkeypatch.setitem(sys.modules, name, None)
     assert "pip install 'spec-compile[demo]'" in failing(capsys, "demo")
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "meta", "gpu"])
+def test_demo_on_a_device_that_is_not_there(device: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("rich")
+    assert f"--device {device}" in failing(capsys, "demo", "--device", device)

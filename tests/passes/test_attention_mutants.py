@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from harness import Sizes, cloned, compare, data, lower, repeat_kv, rewrite, trace
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, assume, given, seed, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -643,25 +643,31 @@ class Discarded(Exception):
 
 
 @torch.no_grad()
-def outcome(spec: Spec) -> str:
+def outcome(spec: Spec, device: str = "cpu", dtype: torch.dtype = torch.float32) -> str:
     """Check one program with both lowerings; returns ``rewritten``, ``refused`` or ``unseen``."""
-    fn, inputs = program(spec), inputs_of(spec)
+    fn, inputs = program(spec), [moved(given, device, dtype) for given in inputs_of(spec)]
     expected_inputs = cloned(inputs)
-    try:
-        expected = fn(*expected_inputs)
-    except Exception as error:
-        raise Discarded from error
-    gm, report = rewrite(trace(fn, inputs), "reference")
-    # The rewrite computes in float32 what these programs round to half on the way.
-    tolerance = 1e-2 if any("half" in name for name in spec.mutations) else 1e-4
-    for lowered in (False, True):
-        actual_inputs = cloned(inputs)
-        actual = (lower(gm) if lowered else gm)(*actual_inputs)
-        compare(expected, actual, tolerance)
-        compare(expected_inputs, actual_inputs, 0.0)
+    with torch.device(device):
+        try:
+            expected = fn(*expected_inputs)
+        except Exception as error:
+            raise Discarded from error
+        gm, report = rewrite(trace(fn, inputs), "reference")
+        # The rewrite computes in float32 what these programs round to half on the way.
+        rounds = dtype != torch.float32 or any("half" in name for name in spec.mutations)
+        tolerance = 6e-2 if dtype == torch.bfloat16 else 1e-2 if rounds else 1e-4
+        for lowered in (False, True):
+            actual_inputs = cloned(inputs)
+            actual = (lower(gm) if lowered else gm)(*actual_inputs)
+            compare(expected, actual, tolerance)
+            compare(expected_inputs, actual_inputs, 0.0)
     if report.rewritten:
         return "rewritten"
     return "refused" if report.refused else "unseen"
+
+
+def moved(given: Tensor, device: str, dtype: torch.dtype) -> Tensor:
+    return given.to(device, dtype) if given.is_floating_point() and dtype != torch.float32 else given.to(device)
 
 
 plain_outcome = functools.cache(outcome)
@@ -708,6 +714,30 @@ def test_whatever_is_decided_the_result_stays() -> None:
     print(f"{len(outcomes)} programs: {dict(counts)}")
     assert len(outcomes) >= 600
     assert counts["rewritten"] >= 50 and counts["refused"] >= 50
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shard", range(8))
+def test_whatever_is_decided_the_result_stays_on_cuda(shard: int, dtype: torch.dtype) -> None:
+    """The programs of the test above, through the Triton kernels."""
+    found: Counter[str] = Counter()
+    seen: set[Spec] = set()
+
+    @settings(max_examples=80, derandomize=False, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @seed(shard)
+    @given(specs())
+    def check(spec: Spec) -> None:
+        assume(spec not in seen)
+        seen.add(spec)
+        try:
+            found[outcome(spec, "cuda", dtype)] += 1
+        except Discarded:
+            assume(False)
+
+    check()
+    assert found["rewritten"] >= 5, found
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
