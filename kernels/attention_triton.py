@@ -1,8 +1,9 @@
 """Split-KV attention for verify forwards in Triton: the CUDA kernel behind ``attention``.
 
-All rows of a KV head (T draft rows x G query heads of its group) share one tile, so each K and V byte is read once. The block
-list is cut into a fixed number of splits; a second launch adds the partial results in split order, so that results repeat bit
-for bit. Blocks that the list calls full are read without their mask; the few others follow in a loop of their own.
+The rows of a KV head (T draft rows x G query heads of its group) share tiles of up to 64, and each K and V byte is read once a
+tile. The block list is cut into a fixed number of splits; a second launch adds the partial results in split order, so that
+results repeat bit for bit. Blocks that the list calls full are read without their mask; the few others follow in a loop of
+their own.
 
 The split-KV scheme is that of FlashDecoding (https://pytorch.org/blog/flash-decoding/); the online softmax that of
 FlashAttention-2 (arXiv 2307.08691), in base 2.
@@ -23,6 +24,8 @@ from spec_compile.kernels.reference import allocate_output
 from spec_compile.kernels.tiling import Tiling, choose_tiling
 
 LOG2E = tl.constexpr(math.log2(math.e))
+# Start of the running maximum: finite, so that no difference is NaN, and below every score that a bias leaves visible.
+LOWEST = tl.constexpr(-3.0e38)
 
 
 @triton.jit
@@ -30,8 +33,12 @@ def _scores(q, k, scale, softcap, HAS_CAP: tl.constexpr, PRECISION: tl.constexpr
     """Scores in units of log 2."""
     s = tl.dot(q, k, input_precision=PRECISION) * scale
     if HAS_CAP:
-        # tanh by exp2; it saturates without overflow trouble since exp2(inf) is inf.
-        s = softcap * (1.0 - 2.0 / (tl.exp2(s * (2.0 * LOG2E / softcap)) + 1.0)) * LOG2E
+        # tanh: a series where 1 - 2 / (e + 1) would cancel; exp2 may overflow to inf, which gives 1.
+        x = s / softcap
+        square = x * x
+        series = x * (1.0 + square * (-1.0 / 3 + square * (2.0 / 15 + square * (-17.0 / 315 + square * (62.0 / 2835)))))
+        ratio = 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2E)) + 1.0)
+        s = softcap * tl.where(tl.abs(x) < 0.25, series, ratio) * LOG2E
     return s
 
 
@@ -102,8 +109,8 @@ def _split_kernel(
     q = tl.load(q_at, mask=in_tile[:, None] & (d < D)[None, :], other=0.0)
     k_at = K + b * k_b + kv_head.to(tl.int64) * k_h + d[:, None] * k_d + n[None, :] * k_s
     v_at = V + b * v_b + kv_head.to(tl.int64) * v_h + n[:, None] * v_s + dv[None, :] * v_d
-    m_at = MASK + b * m_b + h[:, None] * m_h + t[:, None] * m_t
-    top = tl.full([M], -1.0e30, tl.float32)
+    m_at = MASK + b * m_b + h.to(tl.int64)[:, None] * m_h + t.to(tl.int64)[:, None] * m_t
+    top = tl.full([M], LOWEST, tl.float32)
     total = tl.zeros([M], tl.float32)
     acc = tl.zeros([M, BDV], tl.float32)
 
@@ -212,7 +219,7 @@ def _reduce_kernel(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    tops = tl.load(TOP + slot, mask=used, other=-1.0e30)
+    tops = tl.load(TOP + slot, mask=used, other=LOWEST)
     totals = tl.load(TOTAL + slot, mask=used, other=0.0)
     parts = tl.load(PARTIAL + slot[:, None] * DV + dv[None, :], mask=used[:, None] & (dv < DV)[None, :], other=0.0)
     top = tl.max(tops, 0)
@@ -261,11 +268,15 @@ def attention_triton(
     batch, heads, rows, dim = q.shape
     kv_heads, kv_len, v_dim = k.shape[1], k.shape[2], v.shape[3]
     group = heads // kv_heads
+    out = allocate_output(q, v_dim)
+    if out.numel() == 0:
+        return out
     tiling = tiling or choose_tiling(q.device, q.dtype, batch, kv_heads, group * rows, dim, v_dim, block_size)
     tiles = triton.cdiv(group * rows, tiling.rows)
     splits = tiling.splits
     capacity = triton.cdiv(kv_len, block_size) if ids is None else ids.shape[-1]
-    out = allocate_output(q, v_dim)
+    # The kernel walks these by position; block lists and sinks of ours are contiguous already.
+    ids, full, count, sinks = (None if x is None else x.contiguous() for x in (ids, full, count, sinks))
     if splits > 1:
         tops, totals = (q.new_empty(batch * heads * rows * splits, dtype=torch.float32) for _ in range(2))
         partials = q.new_empty(batch * heads * rows * splits, v_dim, dtype=torch.float32)

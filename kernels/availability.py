@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import os
+
+import torch
 
 
 @functools.cache
@@ -12,9 +13,11 @@ def why_no_triton() -> str | None:
     """Reason why no Triton kernel can run in this process, or None."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed (pip install triton)"
-    return None
+    return None if torch.version.hip is None else "ROCm is not tested"
 
 
-def interpreted() -> bool:
-    """Whether Triton runs its kernels in the interpreter, on CPU tensors (tests)."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
+@functools.cache
+def capability(device: torch.device) -> int:
+    """Compute capability of a CUDA device, major * 10 + minor."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return major * 10 + minor

@@ -19,10 +19,12 @@ def why_not(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> str | None
     """Reason why the kernel cannot take this product, or None; looks at (fake) operands, never at data."""
     if x.device.type != "cuda" or weight.device != x.device:
         return f"device {x.device.type}"
-    if torch.version.hip is not None or torch.cuda.get_device_capability(x.device)[0] != 9:
+    if availability.capability(x.device) // 10 != 9:
         return "measured on Hopper only"
-    if x.dtype not in (torch.float16, torch.bfloat16) or weight.dtype != x.dtype or (bias is not None and bias.dtype != x.dtype):
+    if x.dtype not in (torch.float16, torch.bfloat16) or weight.dtype != x.dtype:
         return f"dtypes {x.dtype} and {weight.dtype}"
+    if bias is not None and (bias.dtype != x.dtype or bias.device != x.device or bias.dim() != 1 or bias.stride(0) != 1):
+        return "the bias is no contiguous vector of the weight's dtype"
     if weight.dim() != 2 or weight.stride(1) != 1 or weight.shape[1] % 64 or weight.stride(0) % 8:
         return "rows of the weight are not contiguous multiples of 64 elements"
     return availability.why_no_triton()
@@ -42,7 +44,9 @@ def pays(rows: int, columns: Sequence[int]) -> bool:
 
 def linears(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> list[Tensor]:
     """See :func:`spec_compile.kernels.library.linears`."""
-    if x.is_cuda and x.numel() // x.shape[-1] <= MAX_ROWS and why_not(x, weights[0]) is None:
+    given: list[Tensor | None] = [*biases] if biases else [None] * len(weights)
+    served = all(why_not(x, w, b) is None for w, b in zip(weights, given))
+    if served and len(weights) <= MAX_WEIGHTS and 0 < x.numel() // x.shape[-1] <= MAX_ROWS:
         from spec_compile.kernels.linears_triton import linears_triton
 
         return linears_triton(x, weights, biases)

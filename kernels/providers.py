@@ -47,8 +47,6 @@ def _triton_supports(call: AttentionCall) -> str | None:
     q, block_size = call.q, call.block_size
     if q.device.type != "cuda":
         return f"device {q.device.type}"
-    if torch.version.hip is not None:
-        return "ROCm is not tested"
     if q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"dtype {q.dtype}"
     if call.mask is not None and call.mask.dtype not in (torch.bool, torch.float32, torch.float16, torch.bfloat16):
@@ -58,7 +56,10 @@ def _triton_supports(call: AttentionCall) -> str | None:
     dim, v_dim = q.shape[3], call.v.shape[3]
     if max(dim, v_dim) > 256:
         return f"head dim {max(dim, v_dim)} is above 256"
-    return availability.why_no_triton() or why_not_tiled(q.device, q.dtype, int(dim), int(v_dim), block_size)
+    missing = availability.why_no_triton()
+    if missing is None and availability.capability(q.device) < 80:
+        missing = "compute capability below 8.0 is not tested"
+    return missing or why_not_tiled(q.device, q.dtype, int(dim), int(v_dim), block_size)
 
 
 PROVIDERS = (

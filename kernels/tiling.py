@@ -48,13 +48,14 @@ def device_of(device: torch.device) -> Device:
     return Device(properties.major * 10 + properties.minor, properties.multi_processor_count, shared)
 
 
-def shared_bytes(rows: int, block_size: int, dims: int, itemsize: int, stages: int) -> int:
-    """Shared memory of the split kernel: ``stages`` buffers of K and V, the query tile, and the weights between dots."""
-    return (stages * block_size * dims + rows * max(dims // 2, block_size)) * itemsize
+def shared_bytes(rows: int, block_size: int, dims: tuple[int, int], itemsize: int, stages: int) -> int:
+    """Shared memory of the split kernel: ``stages`` buffers of K and V, and a tile of queries, weights or results."""
+    return (stages * block_size * sum(dims) + rows * max(*dims, block_size)) * itemsize
 
 
-def padded_dims(dim: int, v_dim: int) -> int:
-    return sum(max(16, 1 << (size - 1).bit_length()) for size in (dim, v_dim))
+def padded_dims(dim: int, v_dim: int) -> tuple[int, int]:
+    """Powers of two that the kernel works on."""
+    return max(16, 1 << (dim - 1).bit_length()), max(16, 1 << (v_dim - 1).bit_length())
 
 
 def choose_tiling(
@@ -72,7 +73,6 @@ def choose_tiling(
 def _choose(device: Device, itemsize: int, batch: int, kv_heads: int, rows: int, dim: int, v_dim: int, block_size: int) -> Tiling:
     dims = padded_dims(dim, v_dim)
     wide = 1 << max(4, (rows - 1).bit_length())
-    dims = padded_dims(dim, v_dim)
     if itemsize == 2:
         # Hopper's matrix unit works on 64 rows; fewer fall back to an older instruction that loads its operands twice.
         smallest = 64 if device.capability // 10 == 9 else 16
@@ -91,7 +91,7 @@ def _choose(device: Device, itemsize: int, batch: int, kv_heads: int, rows: int,
     # A pipeline needs two buffers: prefer it to a taller tile.
     tile, stages = next((found for found in fitting if found[1] >= 2), fitting[0])
     tiles = -(-rows // tile)
-    warps = 8 if dims > 256 or (itemsize == 4 and dims > 128) else 4
+    warps = 8 if sum(dims) > 256 or (itemsize == 4 and sum(dims) > 128) else 4
     groups = batch * kv_heads * tiles
 
     def resident(depth: int) -> int:

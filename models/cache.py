@@ -27,6 +27,20 @@ _ATTENTION_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
 _STATIC_MARK = "_dynamo_static_input_type"
 
 
+class HostLength:
+    """Tokens held as the host counts them; holds for one version of the first layer's length tensor."""
+
+    def __init__(self) -> None:
+        self.tokens, self.version = 0, -1
+
+    def __deepcopy__(self, memo: Any) -> HostLength:
+        # A copied tensor counts its versions from the start.
+        return HostLength()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return HostLength, ()
+
+
 class VerifyCache(StaticCache):
     """Static KV cache for verify forwards, accepted by ``generate(..., past_key_values=cache, prompt_lookup_num_tokens=8)``.
 
@@ -66,8 +80,7 @@ class VerifyCache(StaticCache):
             super().__init__(config=config, max_cache_len=max_len + MAX_ROWS)
             self.layers = [StaticLayer(max_cache_len=max_len + MAX_ROWS) for _ in layer_types]
         self.max_len = max_len
-        # The length as the host knows it, and the version of the first layer's length for which that holds (StepGraph).
-        self.known_length, self.known_version = 0, -1
+        self.host_length = HostLength()
         self._allocate(model, batch, dtype)
 
     def _allocate(self, model: Any, batch: int, dtype: torch.dtype | None) -> None:
@@ -141,13 +154,13 @@ class VerifyCache(StaticCache):
         if count < 0:
             raise CacheError(f"VerifyCache.crop takes the negative number of tokens to remove, got {-count}")
         lengths = [layer.cumulative_length for layer in self.layers]
-        known = self.known_version == lengths[0]._version
-        held = self.known_length if known else self.length
+        known = not lengths[0].is_inference() and self.host_length.version == lengths[0]._version
+        held = self.host_length.tokens if known else self.length
         if count > held:
             raise CacheError(f"VerifyCache.crop: {count} tokens to remove, {held} held")
         torch._foreach_sub_(lengths, count)
         if known:
-            self.known_length, self.known_version = held - count, lengths[0]._version
+            self.host_length.tokens, self.host_length.version = held - count, lengths[0]._version
 
     def reset(self) -> None:
         """Forget every token; K and V keep their place and are overwritten."""

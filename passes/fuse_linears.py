@@ -14,7 +14,6 @@ Exact up to the order of summation, like any choice of a product's kernel. Weigh
 from __future__ import annotations
 
 import operator
-from collections import Counter
 from typing import Any
 
 import torch
@@ -60,13 +59,14 @@ def _rows(call: Node) -> int | None:
 def _groups(gm: GraphModule) -> list[list[Node]]:
     """Eligible calls with the same input at the same state, in order."""
     written = {alias_root(node) for call in gm.graph.nodes for node in mutated_arguments(call)}
-    writes: Counter[Node] = Counter()
+    region = 0
     groups: dict[Any, list[Node]] = {}
     for node in gm.graph.nodes:
-        writes.update(alias_root(target) for target in mutated_arguments(node))
+        region += _is_barrier(node)
         if not is_call(node, aten.linear):
             continue
-        x, weight, bias = node.args[0], node.args[1], node.args[2] if len(node.args) > 2 else None
+        given: list[Any] = [*node.args, None]
+        x, weight, bias = given[:3]
         # Later calls move up to the first one: their weights must exist there, and nothing may write them.
         parameters = [weight] if bias is None else [weight, bias]
         if any(p.op not in ("placeholder", "get_attr") or alias_root(p) in written for p in parameters):
@@ -74,14 +74,26 @@ def _groups(gm: GraphModule) -> list[list[Node]]:
         values = [tensor(given) for given in (x, *parameters)]
         if any(found is None for found in values) or why_not(*values) is not None:  # type: ignore[arg-type]
             continue
-        groups.setdefault((x, writes[alias_root(x)], bias is None), []).append(node)
+        groups.setdefault((x, region, bias is None), []).append(node)
     return list(groups.values())
 
 
+def _is_barrier(node: Node) -> bool:
+    """No call moves across a write, whatever it writes, nor across a call whose effects the schema does not tell."""
+    if node.op != "call_function":
+        return node.op in ("call_module", "call_method")
+    if isinstance(node.target, torch._ops.OpOverload):
+        return bool(mutated_arguments(node))
+    return node.target is not operator.getitem and isinstance(node.meta.get("val"), torch.Tensor | tuple | list | None)
+
+
 def _fuse(gm: GraphModule, calls: list[Node]) -> None:
-    weights = [call.args[1] for call in calls]
-    biases = [call.args[2] for call in calls if len(call.args) > 2 and call.args[2] is not None]
+    weights: list[Any] = [call.args[1] for call in calls]
+    biases: list[Any] = [call.args[2] for call in calls if len(call.args) > 2 and call.args[2] is not None]
     args = (calls[0].args[0], weights, biases)
+    for parameter in (*weights, *biases):
+        if parameter.op == "get_attr":  # placed at its first use, which may be later
+            calls[0].prepend(parameter)
     with gm.graph.inserting_before(calls[0]):
         fused = gm.graph.call_function(_LINEARS, args)
         parts = [gm.graph.call_function(operator.getitem, (fused, i)) for i in range(len(calls))]

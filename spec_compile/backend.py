@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from spec_compile import _compat
 from spec_compile.capture import dynamo_to_aten
@@ -56,7 +56,7 @@ def _compile(gm: GraphModule, example_inputs: list[Any], options: Options, repor
     kind = classify(gm, options.max_q_len)
     report.q_len, report.kv_len = hint(kind.q_len) or 0, hint(kind.kv_len) or 0
     report.dynamic = kind.q_len is not None and not isinstance(kind.q_len, int)
-    refusal = _why_not(kind, example_inputs)
+    refusal = _why_not(gm, kind, example_inputs)
     if refusal is not None:
         return _pass_through(gm, report, refusal, kind, options)
     _check_recompile_limit(options)
@@ -75,10 +75,12 @@ def _compile(gm: GraphModule, example_inputs: list[Any], options: Options, repor
     return _inductor(rewritten, example_inputs, options, report)
 
 
-def _why_not(kind: GraphKind, example_inputs: list[Any]) -> str | None:
+def _why_not(gm: GraphModule, kind: GraphKind, example_inputs: list[Any]) -> str | None:
     """Reason to run the graph as Dynamo gave it, or None."""
     if not kind.verify:
         return kind.reason
+    if any(_opens_autocast(node) for node in gm.graph.nodes):
+        return "an autocast region opens within the graph: put autocast around the whole call instead"
     tensors = [x for x in example_inputs if isinstance(x, torch.Tensor)]
     odd = next((x for x in tensors if not _compat.is_plain_tensor(x)), None)
     if odd is not None:
@@ -86,6 +88,14 @@ def _why_not(kind: GraphKind, example_inputs: list[Any]) -> str | None:
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return "gradients are enabled and a parameter requires them: call under torch.inference_mode() or torch.no_grad()"
     return None
+
+
+def _opens_autocast(node: Node) -> bool:
+    """Retracing loses the dtypes inside a region; one that switches autocast off changes nothing unless it is on outside."""
+    if node.op != "call_function" or getattr(node.target, "__name__", "") != "_enter_autocast":
+        return False
+    enabled = node.args[2] if len(node.args) > 2 else node.kwargs.get("enabled", True)
+    return bool(enabled)
 
 
 def _pass_through(gm: GraphModule, report: RewriteReport, reason: str, kind: GraphKind, options: Options) -> Callable[..., Any]:

@@ -13,15 +13,37 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spec_compile.errors import CacheError, SpecCompileError
+from spec_compile.errors import SpecCompileError
 from spec_compile.logs import logger
+
+
+class _Registrations:
+    """Counts modules, parameters and buffers registered in this process, once watched."""
+
+    count = 0
+    watched = False
+
+
+def _watch_registrations() -> None:
+    if _Registrations.watched:
+        return
+    _Registrations.watched = True
+
+    def count(module: Any, name: str, value: Any) -> None:
+        _Registrations.count += 1
+
+    hooks = torch.nn.modules.module
+    hooks.register_module_parameter_registration_hook(count)
+    hooks.register_module_module_registration_hook(count)
+    hooks.register_module_buffer_registration_hook(count)
 
 
 class StepGraph:
     """Captures ``run(input_ids, None, None, cache)`` once and replays it.
 
-    The graph reads the model's weights and the cache where they lie: values may change, storage may not. A changed storage of
-    the cache, or of the first or last parameter, is noticed and captured anew.
+    The graph reads the model's weights and the cache where they lie: their values may change. New storage, replaced or added
+    modules, parameters and buffers, autocast, float32 precision and train mode are noticed, and the step is captured anew.
+    Other Python attributes of modules count as they were at the capture, and so does a module list that lost an entry.
 
     Args:
         run: compiled forward over ``rows`` rows.
@@ -31,11 +53,15 @@ class StepGraph:
 
     def __init__(self, run: Callable[..., Tensor], model: Any, cache: Any, batch: int, rows: int) -> None:
         self._run, self._model, self._cache, self.rows = run, model, cache, rows
-        owners = [(module, name) for module in model.modules() for name, _ in module.named_parameters(recurse=False)]
         layers = cache.layers
-        self._watched = [*owners[:1], *owners[-1:], (layers[0], "keys"), (layers[-1], "values")]
+        _watch_registrations()
         self._lengths: list[Tensor] = [layer.cumulative_length for layer in layers]
-        self._device, self._slots = layers[0].keys.device, int(layers[0].keys.shape[2])
+        self._device = layers[0].keys.device
+        config = getattr(model, "config", None)
+        config = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+        # Padding must not run past a table of positions.
+        positions = getattr(config, "max_position_embeddings", None) or 1 << 62
+        self._limit = min(int(layers[0].keys.shape[2]), positions)
         kind = self._lengths[0].dtype
         # Inference tensors could not be written outside inference mode.
         with torch.inference_mode(False):
@@ -44,28 +70,48 @@ class StepGraph:
         self._filled = 0
         self._graph: torch.cuda.CUDAGraph | None = None
         self._state: tuple[Any, ...] = ()
+        self._registrations = -1
+        self._modules: list[int] = []
+        self._tensors: list[Tensor] = []
+        self._places: tuple[int, ...] = ()
         self._logits: Tensor | None = None
 
     def __call__(self, input_ids: Tensor) -> Tensor:
-        """Logits ``[B, T, V]`` of ``input_ids`` int ``[B, T]``; the cache advances by T.
-
-        Raises:
-            CacheError: too short for a whole step.
-        """
+        """Logits ``[B, T, V]`` of ``input_ids`` int ``[B, T]``; the cache advances by T. Only where :meth:`fits`."""
         if torch.cuda.current_device() != self._device.index:
             with torch.cuda.device(self._device):
                 return self(input_ids)
         rows = input_ids.shape[1]
-        held = self._require_room()
+        held = self._held()
         self._fill(input_ids, rows)
-        state = (self._model.training, *(getattr(owner, name).data_ptr() for owner, name in self._watched))
-        if state != self._state:
+        state = self._state_now()
+        if self._graph is None or state != self._state or self._moved():
             self._capture(state)
         assert self._graph is not None and self._logits is not None
         self._graph.replay()
-        self._cache.known_length, self._cache.known_version = held + rows, self._lengths[0]._version
+        counted = getattr(self._cache, "host_length", None)
+        if counted is not None:
+            counted.tokens, counted.version = held + rows, self._lengths[0]._version
         # The graph's own output is overwritten by the next step.
         return (self._logits if rows == self.rows else self._logits[:, :rows]).clone()
+
+    def _state_now(self) -> tuple[Any, ...]:
+        autocast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
+        return self._model.training, autocast, torch.get_float32_matmul_precision()
+
+    def _moved(self) -> bool:
+        """Whether the model or the cache is another, or lies elsewhere, than when the step was captured."""
+        if self._registrations != _Registrations.count:
+            if [id(module) for module in self._model.modules()] != self._modules:
+                return True
+            self._tensors = self._read()
+            self._registrations = _Registrations.count
+        return tuple(map(Tensor.data_ptr, self._tensors)) != self._places
+
+    def _read(self) -> list[Tensor]:
+        """Every tensor that the captured step reads in place."""
+        caches = [part for layer in self._cache.layers for part in (layer.keys, layer.values)]
+        return [*self._model.parameters(), *self._model.buffers(), *caches]
 
     def _fill(self, input_ids: Tensor, rows: int) -> None:
         if rows == self.rows:
@@ -88,11 +134,16 @@ class StepGraph:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         before = [length.clone() for length in self._lengths]
-        with torch.cuda.stream(stream):
-            # Compiles kernels and fills library workspaces; what it writes lies past the lengths, which are put back.
-            for _ in range(2):
-                self._step()
-                torch._foreach_copy_(self._lengths, before)
+        try:
+            with torch.cuda.stream(stream):
+                # Compiles kernels and fills library workspaces; what it writes lies past the lengths, which are put back.
+                for _ in range(2):
+                    self._step()
+                    torch._foreach_copy_(self._lengths, before)
+        except Exception:
+            torch.cuda.current_stream().wait_stream(stream)
+            torch._foreach_copy_(self._lengths, before)
+            raise
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -103,31 +154,38 @@ class StepGraph:
             raise SpecCompileError(
                 f"cudagraphs=True: the step of {type(self._model).__name__} cannot be captured ({error}); pass cudagraphs=False"
             ) from error
-        self._graph, self._state = graph, state
+        self._graph, self._state, self._registrations = graph, state, _Registrations.count
+        self._modules = [id(module) for module in self._model.modules()]
+        self._tensors = self._read()
+        self._places = tuple(map(Tensor.data_ptr, self._tensors))
         logger.debug("captured a verify step of %d rows", self.rows)
 
-    def _require_room(self) -> int:
-        """Tokens held, after checking that a whole step fits.
+    def fits(self) -> bool:
+        """Whether a whole step fits the cache's slots and the model's positions; a shorter one may still fit uncaptured."""
+        return self._held() + self.rows <= self._limit
 
-        Replays and rollbacks keep count on the host; after any other write, which shows in the version counter, it waits for
-        the device once.
+    def _held(self) -> int:
+        """Tokens in the cache. Replays and rollbacks keep count on the host; after a write by anything else, which shows in
+        the version counter, this waits for the device once.
         """
-        known = getattr(self._cache, "known_version", -1) == self._lengths[0]._version
-        held = self._cache.known_length if known else int(self._lengths[0])
-        slots = self._slots
-        if held + self.rows > slots:
-            raise CacheError(
-                f"the cache is too short: it holds {held} tokens in {slots} slots and a captured step writes {self.rows} rows. "
-                "Make it longer: VerifyCache(model, max_len=...)"
-            )
-        return int(held)
+        counted = getattr(self._cache, "host_length", None)
+        if counted is not None and counted.version == self._lengths[0]._version:
+            return int(counted.tokens)
+        return int(self._lengths[0])
 
 
 def why_not_captured(model: Any, cache: Any) -> str | None:
     """Reason why steps of this model over this cache cannot be captured, or None."""
+    from transformers.cache_utils import StaticLayer
+
     layers = getattr(cache, "layers", None)
-    if not layers or not all(isinstance(getattr(layer, "cumulative_length", None), Tensor) for layer in layers):
-        return "the cache keeps its length on the host"
+    if not layers:
+        return f"{type(cache).__name__} has no layers of transformers' kind"
+    odd = next((type(layer).__name__ for layer in layers if type(layer) is not StaticLayer), None)
+    if odd is not None:
+        return f"a layer of kind {odd} may keep state on the host, which a replay would not see: use VerifyCache"
+    if any(layer.cumulative_length.is_inference() for layer in layers):
+        return "the cache was made under torch.inference_mode()"
     devices = {x.device for x in model.parameters()} | {layer.keys.device for layer in layers}
     if len(devices) > 1:
         return f"model and cache lie on {len(devices)} devices"

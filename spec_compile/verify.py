@@ -113,7 +113,10 @@ class VerifyFunction:
         """
         rows = self._check(input_ids, sparse)
         if self._capture and position_ids is None and attention_mask is None:
-            return self._replay(input_ids)
+            if self._step_graph is None:
+                self._step_graph = StepGraph(self._run, self.model, self.cache, input_ids.shape[0], self.draft_len + 1)
+            if self._step_graph.fits():
+                return self._replay(self._step_graph, input_ids)
         if hasattr(self.cache, "require_room"):
             self.cache.require_room(rows)
         position_ids, attention_mask = self._complete(input_ids, position_ids, attention_mask)
@@ -154,11 +157,11 @@ class VerifyFunction:
             raise OptionsError(f"input_ids has batch {batch}, the cache was made for batch {held}")
         return rows
 
-    def _replay(self, input_ids: Tensor) -> Tensor:
-        if self._step_graph is None:
-            self._step_graph = StepGraph(self._run, self.model, self.cache, input_ids.shape[0], self.draft_len + 1)
+    def _replay(self, step: StepGraph, input_ids: Tensor) -> Tensor:
+        if not input_ids.is_cuda:
+            raise OptionsError(f"input_ids must lie on the model's device with cudagraphs=True, got {input_ids.device}")
         try:
-            return self._step_graph(input_ids)
+            return step(input_ids)
         except Exception as error:
             self._raise(error, None)
             raise

@@ -208,7 +208,28 @@ def test_autocast_region_inside_the_model_is_refused() -> None:
     run = compiled(model, sink)
     a, b = (DecoderCache(model.config, 100, dtype=torch.bfloat16) for _ in range(2))
     assert step_both(model, run, a, b, ids(9), "cache") < 0.05
-    assert not sink.verify[0].rewritten and "autocast region" in sink.verify[0].refused[0].reason
+    assert sink[-1].kind == "passed through" and "autocast region" in sink[-1].reason
+
+
+def test_autocast_region_around_one_layer_is_passed_through() -> None:
+    """Retraced, the region's casts would be lost; nothing of the graph may be rewritten."""
+
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model, self.extra = decoder(), nn.Linear(DecoderConfig().vocab, 8)
+            self.config = self.model.config
+
+        def forward(self, input_ids: Tensor, cache: DecoderCache) -> Tensor:
+            logits = self.model(input_ids, cache)
+            with torch.autocast("cpu", torch.bfloat16):
+                return self.extra(logits)
+
+    model, sink = Inner().eval(), Sink()
+    run = compiled(model, sink)
+    a, b = (DecoderCache(model.config, 100) for _ in range(2))
+    assert step_both(model, run, a, b, ids(9), "cache") == 0.0
+    assert sink[-1].kind == "passed through" and "autocast region" in sink[-1].reason
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])

@@ -303,3 +303,39 @@ def test_a_prompt_beyond_the_cache_writes_nothing(llama: Any) -> None:
     with pytest.raises(CacheError, match="it holds 0 tokens and 80 more"):
         generate(llama, tokens(80), cache, 4, prompt_lookup_num_tokens=4)
     assert all(torch.equal(a, b) for a, b in zip(state(cache), before))
+
+
+def test_a_copied_cache_forgets_what_the_host_counted() -> None:
+    """The copy's tensors count their versions anew, so an old count could pass for a current one."""
+    cache = VerifyCache(build("llama", "sdpa"), max_len=50)
+    length = cache.layers[0].cumulative_length
+    cache.host_length.tokens, cache.host_length.version = 7, length._version
+    twin = copy.deepcopy(cache)
+    assert twin.host_length.version == -1
+    twin.layers[0].cumulative_length.fill_(5)
+    twin.crop(-3)
+    assert twin.length == 2
+    cache.crop(-2)
+    assert (cache.host_length.tokens, cache.host_length.version) == (5, length._version)
+    with pytest.raises(CacheError, match="6 tokens to remove, 5 held"):
+        cache.crop(-6)
+    # A write by anybody else: the device knows better.
+    length.fill_(9)
+    with pytest.raises(CacheError, match="10 tokens to remove, 9 held"):
+        cache.crop(-10)
+
+
+def test_what_cannot_be_captured_is_said() -> None:
+    from spec_compile.models.reference_decoder import Decoder, DecoderCache, DecoderConfig
+    from spec_compile.step_graph import why_not_captured
+
+    llama, mistral = build("llama", "sdpa"), build("mistral", "sdpa")
+    assert "CUDA device" in str(why_not_captured(llama, VerifyCache(llama, max_len=50)))
+    sliding = StaticCache(config=mistral.config, max_cache_len=200)
+    assert "StaticSlidingWindowLayer may keep state on the host" in str(why_not_captured(mistral, sliding))
+    decoder = Decoder(DecoderConfig())
+    assert "SimpleNamespace may keep state on the host" in str(why_not_captured(decoder, DecoderCache(decoder.config, 50)))
+    with torch.inference_mode():
+        made = VerifyCache(llama, max_len=50)
+        made.layers[0].cumulative_length = torch.zeros((), dtype=torch.int64)
+    assert "inference_mode" in str(why_not_captured(llama, made))

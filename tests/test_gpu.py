@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -123,16 +124,19 @@ def test_captured_steps_stop_before_the_end_of_the_cache() -> None:
     verify = sc.compile_verify(model, cache, draft_len=8, cudagraphs=True)
     for _ in range((cache.capacity - 10) // 9):
         verify(ids(9))
-    held = cache.length
-    with pytest.raises(CacheError, match=f"holds {held} tokens in {cache.capacity} slots"):
-        verify(ids(1))
-    assert cache.length == held
-    # A writer that the graph knows nothing of.
-    cache.crop(-9)
-    with torch.no_grad():
-        model(ids(5), past_key_values=cache)
-    with pytest.raises(CacheError, match=f"holds {held - 4} tokens"):
+    held, left = cache.length, cache.capacity - cache.length
+    assert 0 < left < 9
+    # Too short for a padded step, long enough for its rows.
+    assert verify(ids(1)).shape == (1, 1, 128)
+    with pytest.raises(CacheError, match=f"holds {held + 1} tokens"):
         verify(ids(9))
+    assert cache.length == held + 1
+    # A writer that the graph knows nothing of.
+    cache.crop(-10)
+    with torch.no_grad():
+        model(ids(8), past_key_values=cache)
+    with pytest.raises(CacheError, match=f"holds {held - 1} tokens"):
+        verify(ids(left + 2))
 
 
 def test_replaced_weights_are_captured_anew() -> None:
@@ -145,6 +149,22 @@ def test_replaced_weights_are_captured_anew() -> None:
         model.model.embed_tokens.weight.mul_(1.5)
         model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight * 2)
     tokens = ids(4)
+    expected, found = eager_step(model, a, tokens), verify(tokens)
+    assert (expected - found).abs().max() <= 1e-5 * max(1.0, expected.abs().max().item())
+    # One layer in the middle: replaced as a parameter, then as a module, then by its data alone.
+    attention = model.model.layers[-1].self_attn
+    attention.q_proj.weight = torch.nn.Parameter(attention.q_proj.weight.detach() * 0.5)
+    expected, found = eager_step(model, a, tokens), verify(tokens)
+    assert (expected - found).abs().max() <= 1e-5 * max(1.0, expected.abs().max().item())
+    attention.k_proj = copy.deepcopy(attention.k_proj)
+    with torch.no_grad():
+        attention.k_proj.weight.mul_(-1)
+    expected, found = eager_step(model, a, tokens), verify(tokens)
+    assert (expected - found).abs().max() <= 1e-5 * max(1.0, expected.abs().max().item())
+    attention.v_proj.weight.data = attention.v_proj.weight.data * 3
+    for _ in range(len(list(model.parameters())) // 16 + 1):
+        verify(tokens), eager_step(model, a, tokens)
+    a.reset(), b.reset()
     expected, found = eager_step(model, a, tokens), verify(tokens)
     assert (expected - found).abs().max() <= 1e-5 * max(1.0, expected.abs().max().item())
 

@@ -193,6 +193,7 @@ def test_who_imports_transformers() -> None:
         {"spec_compile/demo.py"} if "transformers" in top_level_imports(ROOT / "spec_compile/demo.py") else set()
     )
     assert heavy.pop("rich", set()) <= {"spec_compile/demo.py"}
+    assert all(path.startswith("kernels/") and path.endswith("_triton.py") for path in heavy.pop("triton"))
     assert heavy == {}
 
 

@@ -149,6 +149,51 @@ def test_rows_that_see_nothing_are_zero(kind: str, sinks: bool) -> None:
     assert (run(moved(call)) == 0).all()
 
 
+def test_strided_lists_and_sinks() -> None:
+    """Operands cut out of larger tensors: every kernel argument must mean what the reference reads."""
+    call = make(Spec(mask="causal", kv_len=170))
+    assert call.mask is not None
+    wide = [torch.full((*x.shape[:-1], 2 * x.shape[-1]), 1, dtype=x.dtype) for x in live_blocks_reference(call.mask, BLOCK)]
+    lists = []
+    for part, x in zip(wide, live_blocks_reference(call.mask, BLOCK)):
+        part[..., ::2] = x
+        lists.append(part.to(DEVICE)[..., ::2])
+    sinks = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
+    call = dataclasses.replace(call, sinks=sinks[:, 1])
+    c = moved(call)
+    strided = sinks.to(DEVICE)[:, 1]
+    assert strided.stride() == (3,)
+    found = attention_triton(c.q, c.k, c.v, c.mask, *lists, BLOCK, c.scale, 0.0, strided)
+    assert error(found.cpu(), einsum64(call)) < 4e-6
+
+
+@pytest.mark.parametrize("bias", [-1e5, -1e30, -1e38])
+def test_a_row_of_low_biases_is_not_hidden(bias: float) -> None:
+    call = make(Spec(mask="additive"))
+    assert call.mask is not None
+    call.mask[1, :, 2] = torch.where(call.mask[1, :, 2] > -1e38, bias, call.mask[1, :, 2])
+    found = run(moved(call)).cpu()
+    # In float32 the scores vanish beside a bias of 1e30: what counts is that the row is a softmax, not zero.
+    assert found[1, :, 2].abs().max() > 0.01
+    reference = library.attention(*call.operands())
+    assert (found - reference).abs().max() < (2e-2 if bias == -1e5 else 1e-5)
+
+
+@pytest.mark.parametrize("softcap", [0.5, 30.0, 1000.0, 1e5])
+def test_softcaps_far_above_and_below_the_scores(softcap: float) -> None:
+    call = make(Spec(softcap=softcap, mask="causal", kv_len=170))
+    assert error(run(moved(call)).cpu(), einsum64(call)) < 4e-6
+
+
+def test_no_rows() -> None:
+    call = moved(make(Spec()))
+    assert call.mask is not None
+    found = attention_triton(
+        call.q[:, :, :0], call.k, call.v, call.mask[:, :, :0], None, None, None, BLOCK, call.scale, 0.0, None
+    )  # fmt: skip
+    assert found.shape == (2, 4, 0, 16)
+
+
 @pytest.mark.parametrize("splits", [1, 2, 5, 16])
 @pytest.mark.parametrize("sinks", [False, True])
 def test_every_number_of_splits(splits: int, sinks: bool) -> None:
@@ -252,6 +297,13 @@ def test_tiles_fit_shared_memory(dtype: torch.dtype, dim: int) -> None:
             found = tiling._choose(device, dtype.itemsize, 1, 8, rows, dim, dim, 64)
             assert tiling.shared_bytes(found.rows, 64, dims, dtype.itemsize, found.stages) <= device.shared_bytes
             assert 1 <= found.splits <= 64 and found.rows <= 128
+
+
+def test_head_dims_that_differ_count_by_the_larger() -> None:
+    """Compiled for compute capability 9.0, bfloat16 with dims 256 and 16 and blocks of 128 needs 241,664 bytes in 3 stages."""
+    device = tiling.Device(90, 132, 232448)
+    assert tiling.shared_bytes(64, 128, (256, 16), 2, 3) > device.shared_bytes
+    assert tiling._choose(device, 2, 1, 8, 36, 256, 16, 128).stages < 3
 
 
 @pytest.mark.gpu

@@ -100,7 +100,17 @@ def test_a_weight_that_is_written_or_computed_is_left_alone() -> None:
 
 @pytest.mark.parametrize(
     ("rows", "columns", "fused"),
-    [(9, (4096,), True), (9, (1024,), False), (9, (65536,), False), (33, (64, 64), False), (32, (64, 64), True)],
+    [
+        (9, (4096,), True),
+        (9, (1024,), False),
+        (9, (65536,), False),
+        (33, (4096,), False),
+        (32, (64, 64), True),
+        (64, (9000, 9000), True),
+        (72, (9000, 9000), False),
+        (72, (64, 64), True),
+        (97, (64, 64), False),
+    ],
 )
 def test_what_pays(rows: int, columns: tuple[int, ...], fused: bool) -> None:
     def fn(x: Tensor, *ws: Tensor) -> Any:
@@ -151,6 +161,53 @@ def test_reasons_against_the_kernel() -> None:
         x, w = x.cuda().half(), w.cuda().half()
         assert linears.why_not(x, w) is None
         assert "dtypes" in str(linears.why_not(x.float(), w.float()))
-        assert "dtypes" in str(linears.why_not(x, w, torch.zeros(8, device="cuda")))
+        assert "no contiguous vector" in str(linears.why_not(x, w, torch.zeros(8, device="cuda")))
+        assert "no contiguous vector" in str(linears.why_not(x, w, torch.zeros(16, device="cuda").half()[::2]))
         assert "contiguous multiples" in str(linears.why_not(x[..., :40], w[:, :40]))
         assert "contiguous multiples" in str(linears.why_not(x, w.t().contiguous().t()))
+
+
+def test_nothing_moves_across_a_write_whatever_it_writes() -> None:
+    """The input may be an alias that no schema tells of: einsum returns its operand here."""
+
+    def fn(x: Tensor, a: Tensor, b: Tensor) -> Any:
+        same = torch.einsum("bij->bij", x)
+        first = F.linear(same, a)
+        x.mul_(2)
+        return first, F.linear(same, b)
+
+    assert run(fn, X.clone(), *weights(32, 32)) == (0, 0, 2)
+
+
+def test_nothing_moves_into_or_out_of_an_autocast_region() -> None:
+    def fn(x: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Any:
+        first = F.linear(x, a)
+        torch.amp.autocast_mode._exit_autocast(torch.amp.autocast_mode._enter_autocast("cpu", torch.bfloat16, False, False))
+        return first, F.linear(x, b), F.linear(x, c)
+
+    gm = trace(fn, [X, *weights(32, 32, 32)])
+    regions = [node for node in gm.graph.nodes if "autocast" in str(node.target)]
+    assert regions, "the region left no trace"
+    assert fuse_linears.FuseLinears().run(gm, PassContext()).hits == 2
+
+
+def test_parameters_of_a_module_are_at_hand_when_needed() -> None:
+    class Two(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = torch.nn.Linear(64, 32), torch.nn.Linear(64, 16)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.a(x), self.b(x)
+
+    assert run(Two(), X) == (2, 1, 0)
+
+
+def test_the_op_takes_what_the_kernel_does_not() -> None:
+    from spec_compile.kernels import library
+
+    ws = weights(32, 16, 8, 8, 8)
+    strided = torch.randn(64, 24).t()
+    for given in (ws, [strided, *ws[:2]]):
+        for found, weight in zip(library.linears(X, given, []), given, strict=True):
+            assert torch.equal(found, F.linear(X, weight))
