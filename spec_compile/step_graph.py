@@ -57,7 +57,7 @@ class StepGraph:
         _watch_registrations()
         self._lengths: list[Tensor] = [layer.cumulative_length for layer in layers]
         self._device = layers[0].keys.device
-        config = getattr(model, "config", None)
+        config: Any = getattr(model, "config", None)
         config = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
         # Padding must not run past a table of positions.
         positions = getattr(config, "max_position_embeddings", None) or 1 << 62
