@@ -15,6 +15,7 @@ from spec_compile.kernels.folded import attention_folded as _attention_folded
 from spec_compile.kernels.folded import fold_mask as _fold_mask
 from spec_compile.kernels.linears import linears as _linears
 from spec_compile.kernels.reference import allocate_output, attention_reference
+from spec_compile.kernels.selection import AGGREGATES, QUERIES, select_blocks_reference
 
 if __name__ != "spec_compile.kernels.library":
     raise ImportError("import spec_compile.kernels.library: under another name the operators would be registered twice")
@@ -186,6 +187,78 @@ def attention_triton(
 
 
 attention_triton.register_fake(_fake_attention)
+
+
+@torch.library.custom_op("spec_compile::select_blocks_v1", mutates_args=())
+def select_blocks(
+    q: Tensor,
+    summary: Tensor,
+    ids: Tensor,
+    count: Tensor,
+    full: Tensor,
+    position: Tensor,
+    block_size: int,
+    scale: float,
+    query: str,
+    aggregate: str,
+    heads: str,
+    joint: bool,
+    sink: int,
+    recent: int,
+    tokens: int,
+    share: float,
+    floor: int,
+    min_context: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Choose the KV blocks that a sparse verify forward reads, once for all draft rows.
+
+    Blocks stand in the contest if they lie wholly below the first draft row and are neither among the first ``sink`` nor the
+    last ``recent`` live ones; all others are kept. The best by score win, ties going to the lowest block (and head). A budget
+    that covers the contest gives the live list itself.
+
+    Args:
+        q: ``[B, Hq, T, D]``; the first row belongs to the last accepted token.
+        summary: ``[B, Hkv, NB, R, D]``, mean keys (R = 1) or minima and maxima (R = 2) of the blocks; entries of blocks that
+            are not committed are never read into a score.
+        ids, count, full: live blocks, from :func:`live_blocks`, one list for all heads.
+        position: int64 ``[B|1]``, slot of the first draft row.
+        block_size, scale: as for :func:`attention`.
+        query: rows that score: ``first``, ``first_last``, ``all``, or ``mean`` of all.
+        aggregate: over rows and query heads of a group: ``max``, ``mean``, or ``softmax`` (mean of their softmaxes).
+        heads: ``own`` lists per KV head, or one ``pooled`` over them.
+        joint: one contest over (head, block) pairs: lists of unequal length.
+        sink, recent: live blocks kept at either end.
+        tokens: budget of the contest in tokens per KV head, or 0 for a share.
+        share, floor: rho and L0: contexts up to ``floor`` tokens are kept whole, others to
+            ``floor((L - L0) * rho + L0)`` tokens (arXiv 2512.21911).
+        min_context: contexts below it, in tokens of live blocks, are kept whole.
+
+    Returns:
+        ids int32 and full uint8 ``[B, Hkv, NB]`` and count int32 ``[B, Hkv]``, for :func:`attention`.
+    """
+    return select_blocks_reference(
+        q, summary, ids, count, full, position, block_size, scale, query, aggregate, heads, joint, sink, recent, tokens, share,
+        floor, min_context,
+    )  # fmt: skip
+
+
+@select_blocks.register_fake
+def _(
+    q: Tensor, summary: Tensor, ids: Tensor, count: Tensor, full: Tensor, position: Tensor, block_size: int, scale: float,
+    query: str, aggregate: str, heads: str, joint: bool, sink: int, recent: int, tokens: int, share: float, floor: int,
+    min_context: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    torch._check(query in QUERIES, lambda: f"select_blocks: query must be one of {QUERIES}, got {query!r}")
+    torch._check(aggregate in AGGREGATES, lambda: f"select_blocks: aggregate must be one of {AGGREGATES}, got {aggregate!r}")
+    torch._check(heads in ("own", "pooled"), lambda: f"select_blocks: heads must be 'own' or 'pooled', got {heads!r}")
+    torch._check(summary.dim() == 5, lambda: "select_blocks: summary must be [B, Hkv, NB, R, D]")
+    torch._check(ids.shape[1] == 1, lambda: "select_blocks: the live list must be one for all heads")
+    batch, kv_heads, blocks = q.shape[0], summary.shape[1], ids.shape[2]
+    return (
+        ids.new_empty(batch, kv_heads, blocks),
+        count.new_empty(batch, kv_heads),
+        full.new_empty(batch, kv_heads, blocks),
+    )
 
 
 @torch.library.custom_op("spec_compile::linears_v1", mutates_args=())

@@ -1,0 +1,243 @@
+"""``select_blocks`` and block representatives against plain loops in float64."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from mask_cases import causal
+from torch import Tensor
+
+from spec_compile.kernels import library
+from spec_compile.kernels.selection import AGGREGATES, QUERIES, budget_in_blocks, summarize_blocks
+
+BLOCK = 16
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Everything of a selection but its tensors."""
+
+    query: str = "first"
+    aggregate: str = "max"
+    heads: str = "own"
+    joint: bool = False
+    sink: int = 1
+    recent: int = 2
+    tokens: int = 48
+    share: float = 0.0
+    floor: int = 0
+    min_context: int = 0
+
+
+@dataclass
+class Case:
+    """Two batch rows of different length; the first is padded on the left."""
+
+    q: Tensor
+    k: Tensor
+    summary: Tensor
+    lists: tuple[Tensor, Tensor, Tensor]
+    position: Tensor
+
+
+def case(representative: str = "mean", slots: int = 300, rows: int = 5, heads: int = 6, kv_heads: int = 2, dim: int = 8) -> Case:
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(2, heads, rows, dim, generator=generator)
+    k = torch.randn(2, kv_heads, slots, dim, generator=generator)
+    starts = (250, 170)
+    mask = torch.cat([causal(start, rows, slots) for start in starts])
+    mask[0, ..., :40] = False
+    summary = summarize_blocks(k, BLOCK, representative)
+    return Case(q, k, summary, library.live_blocks(mask, BLOCK), torch.tensor(starts))
+
+
+def select(c: Case, rule: Rule) -> tuple[Tensor, Tensor, Tensor]:
+    return library.select_blocks(c.q, c.summary, *c.lists, c.position, BLOCK, c.q.shape[3] ** -0.5, *vars(rule).values())
+
+
+def expected(c: Case, rule: Rule) -> list[list[list[int]]]:
+    """Chosen blocks ``[b][head]`` by loops over blocks."""
+    batch, heads, rows, dim = c.q.shape
+    kv_heads, group = c.k.shape[1], heads // c.k.shape[1]
+    scale = dim**-0.5
+    ids, count, _ = c.lists
+    result = []
+    for b in range(batch):
+        live = ids[b, 0, : int(count[b, 0])].tolist()
+        position = int(c.position[b])
+        contest = [
+            block for at, block in enumerate(live)
+            if rule.sink <= at < len(live) - rule.recent and (block + 1) * BLOCK <= position
+        ]  # fmt: skip
+        scores: dict[tuple[int, int], float] = {}
+        for head in range(kv_heads):
+            picked = {"first": [0], "first_last": [0, rows - 1], "all": list(range(rows)), "mean": [-1]}[rule.query]
+            queries = [
+                c.q[b, h, row].double() if row >= 0 else c.q[b, h].double().mean(0)
+                for h in range(head * group, (head + 1) * group) for row in picked
+            ]  # fmt: skip
+            table = []
+            for query in queries:
+                line = []
+                for block in contest:
+                    parts = c.summary[b, head, block].double()
+                    if len(parts) == 1:
+                        line.append(float(query @ parts[0]) * scale)
+                    else:
+                        line.append(float(torch.maximum(query * parts[0], query * parts[1]).sum()) * scale)
+                table.append(line)
+            for at, block in enumerate(contest):
+                column = [line[at] for line in table]
+                if rule.aggregate == "softmax":
+                    column = [math.exp(line[at]) / sum(math.exp(x) for x in line) for line in table]
+                scores[head, block] = max(column) if rule.aggregate == "max" else sum(column) / len(column)
+        if rule.heads == "pooled":
+            for block in contest:
+                mean = sum(scores[head, block] for head in range(kv_heads)) / kv_heads
+                scores.update({(head, block): mean for head in range(kv_heads)})
+        length = len(live) * BLOCK
+        if length < rule.min_context or (not rule.tokens and length <= rule.floor):
+            budget = len(live)
+        elif rule.tokens:
+            budget = rule.tokens // BLOCK
+        else:
+            budget = max(0, math.floor((length - rule.floor) * rule.share + rule.floor) // BLOCK)
+        order = sorted(scores, key=lambda key: (-scores[key], key))
+        if rule.joint:
+            won = set(order[: budget * kv_heads])
+        else:
+            won = {key for head in range(kv_heads) for key in [o for o in order if o[0] == head][:budget]}
+        result.append([[block for block in live if block not in contest or (head, block) in won] for head in range(kv_heads)])
+    return result
+
+
+def chosen(found: tuple[Tensor, Tensor, Tensor]) -> list[list[list[int]]]:
+    """Lists after checking order, padding and dtypes."""
+    ids, count, full = found
+    assert (ids.dtype, count.dtype, full.dtype) == (torch.int32, torch.int32, torch.uint8)
+    assert ids.shape == full.shape and count.shape == ids.shape[:2]
+    result = []
+    for b, head in itertools.product(range(ids.shape[0]), range(ids.shape[1])):
+        used = int(count[b, head])
+        line = ids[b, head].tolist()
+        assert line[used:] == [-1] * (len(line) - used) and not full[b, head, used:].any()
+        assert line[:used] == sorted(set(line[:used]))
+        result.append(line[:used])
+    return [result[i : i + ids.shape[1]] for i in range(0, len(result), ids.shape[1])]
+
+
+@pytest.mark.parametrize("representative", ["mean", "min_max"])
+@pytest.mark.parametrize("query", QUERIES)
+@pytest.mark.parametrize("aggregate", AGGREGATES)
+@pytest.mark.parametrize(("heads", "joint"), [("own", False), ("pooled", False), ("own", True)])
+def test_equals_loops(representative: str, query: str, aggregate: str, heads: str, joint: bool) -> None:
+    c, rule = case(representative), Rule(query, aggregate, heads, joint)
+    found = chosen(select(c, rule))
+    assert found == expected(c, rule)
+    if heads == "pooled":
+        assert all(line == lines[0] for lines in found for line in lines)
+
+
+BUDGETS = [
+    Rule(tokens=0, share=0.25), Rule(tokens=0, share=0.3, floor=100), Rule(tokens=0, share=0.5, floor=200),
+    Rule(tokens=16), Rule(tokens=15), Rule(sink=0, recent=0), Rule(sink=3, recent=5), Rule(sink=50, recent=0),
+    Rule(sink=0, recent=50), Rule(min_context=200), Rule(min_context=10_000), Rule(tokens=100_000),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("rule", BUDGETS, ids=lambda rule: ",".join(f"{k}={v}" for k, v in vars(rule).items() if v)[-60:])
+@pytest.mark.parametrize("joint", [False, True])
+def test_budgets_and_ends(rule: Rule, joint: bool) -> None:
+    c, rule = case(), replace(rule, joint=joint)
+    assert chosen(select(c, rule)) == expected(c, rule)
+
+
+@pytest.mark.parametrize("rule", [Rule(tokens=100_000), Rule(min_context=10_000), Rule(tokens=0, share=0.1, floor=10_000)])
+def test_a_budget_that_covers_the_context_gives_the_live_lists(rule: Rule) -> None:
+    c = case()
+    for found, live in zip(select(c, rule), c.lists):
+        assert torch.equal(found, live.expand(found.shape))
+
+
+def test_the_law_of_the_paper() -> None:
+    live = torch.tensor([10, 64, 100, 1000])
+    found = budget_in_blocks(live, 64, 0, 0.1, 4096, 0)
+    wanted = [10, 64, math.floor((6400 - 4096) * 0.1 + 4096) // 64, math.floor((64000 - 4096) * 0.1 + 4096) // 64]
+    assert found.tolist() == wanted
+
+
+def test_ties_go_to_the_lowest_block_a_hundred_times() -> None:
+    c = case()
+    c.summary.fill_(0.5)
+    first = select(c, Rule())
+    assert chosen(first)[0][0][:4] == [2, 3, 4, 5]
+    for _ in range(100):
+        assert all(torch.equal(a, b) for a, b in zip(select(c, Rule()), first))
+
+
+def test_nan_scores_lose() -> None:
+    c = case()
+    plain = chosen(select(c, Rule()))
+    best = next(block for block in plain[1][0][1:] if block in plain[1][0])
+    c.summary[1, 0, best] = torch.nan
+    found = chosen(select(c, Rule()))
+    assert best not in found[1][0]
+    assert len(found[1][0]) == len(plain[1][0])
+    assert found[0] == plain[0] and found[1][1] == plain[1][1]
+
+
+def test_entries_that_are_not_committed_never_count() -> None:
+    """Blocks with drafts, hidden blocks and blocks past the end hold garbage."""
+    c = case()
+    wanted = select(c, Rule())
+    for b, position in enumerate(c.position.tolist()):
+        c.summary[b, :, position // BLOCK :] = torch.nan
+        hidden = set(range(c.summary.shape[2])) - set(c.lists[0][b, 0].tolist())
+        c.summary[b, :, sorted(hidden)] = 1e30
+    for found, same in zip(select(c, Rule()), wanted):
+        assert torch.equal(found, same)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("length", [64, 65, 79, 5])
+def test_representatives(length: int, dtype: torch.dtype) -> None:
+    k = torch.randn(2, 3, length, 4, generator=torch.Generator().manual_seed(1)).to(dtype)
+    mean, bounds = summarize_blocks(k, BLOCK, "mean"), summarize_blocks(k, BLOCK, "min_max")
+    assert mean.shape == (2, 3, -(-length // BLOCK), 1, 4) and bounds.shape[3] == 2 and mean.dtype == bounds.dtype == dtype
+    for block in range(mean.shape[2]):
+        part = k[:, :, block * BLOCK : (block + 1) * BLOCK]
+        assert (mean[:, :, block, 0].double() - part.double().mean(2)).abs().max() < {2: 5e-3, 4: 1e-6}[dtype.itemsize]
+        assert torch.equal(bounds[:, :, block, 0], part.amin(2)) and torch.equal(bounds[:, :, block, 1], part.amax(2))
+
+
+def test_min_max_scores_bound_every_key() -> None:
+    c = case("min_max")
+    low, high = c.summary[:, :, :, 0], c.summary[:, :, :, 1]
+    for b, head in itertools.product(range(2), range(2)):
+        query = c.q[b, head * 3, 0]
+        bound = torch.maximum(query * low[b, head], query * high[b, head]).sum(-1)
+        exact = (c.k[b, head] @ query)[:288].view(-1, BLOCK).amax(1)
+        assert (bound[:18] >= exact - 1e-5).all()
+
+
+def test_opcheck() -> None:
+    c = case()
+    for rule in (Rule(), Rule(joint=True, query="all", aggregate="softmax"), Rule(heads="pooled")):
+        args = (c.q, c.summary, *c.lists, c.position, BLOCK, 0.3, *vars(rule).values())
+        torch.library.opcheck(library.select_blocks, args)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"), [({"query": "last"}, "query"), ({"aggregate": "sum"}, "aggregate"), ({"heads": "all"}, "heads")]
+)
+def test_bad_words_fail_while_tracing(change: dict[str, Any], text: str) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    c = case()
+    with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(RuntimeError, match=text):
+        select(c, replace(Rule(), **change))
