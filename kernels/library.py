@@ -1,7 +1,8 @@
 """The operators of ``spec_compile``: schema, fake implementation and meaning. This file is the contract.
 
 Names carry a version: a changed meaning gets a new name, so that a compiled artefact on disk never meets a new body.
-All operators are functional (no argument is mutated, no result aliases an argument).
+Operators whose name ends in ``_`` write what they declare and return nothing; the others write nothing, and no result aliases
+an argument.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from spec_compile.kernels import availability
+from spec_compile.kernels.block_summary import block_summary_reference
 from spec_compile.kernels.blocks import live_blocks_reference
 from spec_compile.kernels.folded import attention_folded as _attention_folded
 from spec_compile.kernels.folded import fold_mask as _fold_mask
@@ -189,6 +191,47 @@ def attention_triton(
 attention_triton.register_fake(_fake_attention)
 
 
+@torch.library.custom_op("spec_compile::block_summary_v1_", mutates_args=("summaries", "valid"))
+def block_summary_(
+    keys: list[Tensor], summaries: list[Tensor], valid: Tensor, position: Tensor, block_size: int, representative: str
+) -> None:
+    """Bring the representatives of complete, committed blocks up to date, for all anchor layers at once.
+
+    ``valid[b]`` becomes ``position[b] // block_size``: a rollback lowers it, new blocks are computed from K. The newest block
+    that was valid before and still is serves as a witness: if its summary is not that of its keys any more, somebody else has
+    written the cache, and all blocks of that layer and head are computed again.
+
+    Args:
+        keys: K caches ``[B, Hkv, S, D]``, one per anchor layer.
+        summaries: ``[B, Hkv, NB, R, D]`` in K's dtype, one per anchor layer; written.
+        valid: int32 ``[B]``, blocks whose summaries hold in every layer; written. 0 at first.
+        position: int64 ``[B|1]``, slot of the first draft row.
+        block_size: keys per block.
+        representative: ``mean`` (R = 1) or ``min_max`` (R = 2).
+    """
+    if keys[0].is_cuda and availability.why_no_triton() is None:
+        from spec_compile.kernels import block_summary_triton as kernel
+
+        if kernel.why_not(keys, summaries, block_size) is None:
+            return kernel.block_summary_triton(keys, summaries, valid, position, block_size, representative)
+    return block_summary_reference(keys, summaries, valid, position, block_size, representative)
+
+
+@block_summary_.register_fake
+def _(keys: list[Tensor], summaries: list[Tensor], valid: Tensor, position: Tensor, block_size: int, representative: str) -> None:
+    parts = {"mean": 1, "min_max": 2}
+    torch._check(
+        representative in parts, lambda: f"block_summary_: representative must be one of {[*parts]}, got {representative!r}"
+    )
+    torch._check(len(keys) == len(summaries) > 0, lambda: "block_summary_: one summary for each layer's keys")
+    for k, summary in zip(keys, summaries):
+        torch._check(
+            summary.dim() == 5 and summary.shape[3] == parts[representative],
+            lambda: f"block_summary_: a summary must be [B, Hkv, NB, {parts[representative]}, D]",
+        )
+        torch._check(k.dim() == 4, lambda: "block_summary_: keys must be [B, Hkv, S, D]")
+
+
 @torch.library.custom_op("spec_compile::select_blocks_v1", mutates_args=())
 def select_blocks(
     q: Tensor,
@@ -236,7 +279,13 @@ def select_blocks(
     Returns:
         ids int32 and full uint8 ``[B, Hkv, NB]`` and count int32 ``[B, Hkv]``, for :func:`attention`.
     """
-    return select_blocks_reference(
+    run = select_blocks_reference
+    if q.is_cuda and availability.why_no_triton() is None:
+        from spec_compile.kernels import select_blocks_triton as kernel
+
+        if kernel.why_not(q, summary, query, aggregate) is None:
+            run = kernel.select_blocks_triton
+    return run(
         q, summary, ids, count, full, position, block_size, scale, query, aggregate, heads, joint, sink, recent, tokens, share,
         floor, min_context,
     )  # fmt: skip

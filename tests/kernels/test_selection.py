@@ -13,7 +13,7 @@ from mask_cases import causal
 from torch import Tensor
 
 from spec_compile.kernels import library
-from spec_compile.kernels.selection import AGGREGATES, QUERIES, budget_in_blocks, summarize_blocks
+from spec_compile.kernels.selection import AGGREGATES, QUERIES, budget_in_blocks, select_blocks_reference, summarize_blocks
 
 BLOCK = 16
 
@@ -56,8 +56,21 @@ def case(representative: str = "mean", slots: int = 300, rows: int = 5, heads: i
     return Case(q, k, summary, library.live_blocks(mask, BLOCK), torch.tensor(starts))
 
 
-def select(c: Case, rule: Rule) -> tuple[Tensor, Tensor, Tensor]:
-    return library.select_blocks(c.q, c.summary, *c.lists, c.position, BLOCK, c.q.shape[3] ** -0.5, *vars(rule).values())
+def select(c: Case, rule: Rule, kernel: str = "reference", block_size: int = BLOCK) -> tuple[Tensor, Tensor, Tensor]:
+    """By the reference, or by the Triton kernels (in the interpreter where there is no GPU)."""
+    operands = (c.q, c.summary, *c.lists, c.position)
+    rest = (block_size, c.q.shape[3] ** -0.5, *vars(rule).values())
+    if kernel == "reference":
+        return select_blocks_reference(*operands, *rest)
+    pytest.importorskip("triton")
+    from spec_compile.kernels.select_blocks_triton import select_blocks_triton, why_not
+
+    reason = why_not(c.q, c.summary, rule.query, rule.aggregate)
+    if reason is not None:
+        pytest.skip(reason)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    ids, count, full = select_blocks_triton(*(x.to(device) for x in operands), *rest)
+    return ids.cpu(), count.cpu(), full.cpu()
 
 
 def expected(c: Case, rule: Rule) -> list[list[list[int]]]:
@@ -131,13 +144,17 @@ def chosen(found: tuple[Tensor, Tensor, Tensor]) -> list[list[list[int]]]:
     return [result[i : i + ids.shape[1]] for i in range(0, len(result), ids.shape[1])]
 
 
+kernels = pytest.mark.parametrize("kernel", ["reference", "triton"])
+
+
+@kernels
 @pytest.mark.parametrize("representative", ["mean", "min_max"])
 @pytest.mark.parametrize("query", QUERIES)
 @pytest.mark.parametrize("aggregate", AGGREGATES)
 @pytest.mark.parametrize(("heads", "joint"), [("own", False), ("pooled", False), ("own", True)])
-def test_equals_loops(representative: str, query: str, aggregate: str, heads: str, joint: bool) -> None:
+def test_equals_loops(representative: str, query: str, aggregate: str, heads: str, joint: bool, kernel: str) -> None:
     c, rule = case(representative), Rule(query, aggregate, heads, joint)
-    found = chosen(select(c, rule))
+    found = chosen(select(c, rule, kernel))
     assert found == expected(c, rule)
     if heads == "pooled":
         assert all(line == lines[0] for lines in found for line in lines)
@@ -152,15 +169,17 @@ BUDGETS = [
 
 @pytest.mark.parametrize("rule", BUDGETS, ids=lambda rule: ",".join(f"{k}={v}" for k, v in vars(rule).items() if v)[-60:])
 @pytest.mark.parametrize("joint", [False, True])
-def test_budgets_and_ends(rule: Rule, joint: bool) -> None:
+@kernels
+def test_budgets_and_ends(rule: Rule, joint: bool, kernel: str) -> None:
     c, rule = case(), replace(rule, joint=joint)
-    assert chosen(select(c, rule)) == expected(c, rule)
+    assert chosen(select(c, rule, kernel)) == expected(c, rule)
 
 
 @pytest.mark.parametrize("rule", [Rule(tokens=100_000), Rule(min_context=10_000), Rule(tokens=0, share=0.1, floor=10_000)])
-def test_a_budget_that_covers_the_context_gives_the_live_lists(rule: Rule) -> None:
+@kernels
+def test_a_budget_that_covers_the_context_gives_the_live_lists(rule: Rule, kernel: str) -> None:
     c = case()
-    for found, live in zip(select(c, rule), c.lists):
+    for found, live in zip(select(c, rule, kernel), c.lists):
         assert torch.equal(found, live.expand(found.shape))
 
 
@@ -171,35 +190,71 @@ def test_the_law_of_the_paper() -> None:
     assert found.tolist() == wanted
 
 
-def test_ties_go_to_the_lowest_block_a_hundred_times() -> None:
-    c = case()
-    c.summary.fill_(0.5)
-    first = select(c, Rule())
-    assert chosen(first)[0][0][:4] == [2, 3, 4, 5]
-    for _ in range(100):
-        assert all(torch.equal(a, b) for a, b in zip(select(c, Rule()), first))
+@kernels
+@pytest.mark.parametrize("value", [0.5, 0.0, torch.nan, -torch.inf])
+@pytest.mark.parametrize("joint", [False, True])
+def test_ties_go_to_the_lowest_block_every_time(value: float, joint: bool, kernel: str) -> None:
+    c, rule = case(), Rule(joint=joint)
+    c.summary.fill_(value)
+    c.q.abs_()
+    first = select(c, rule, kernel)
+    # The first batch row is padded up to block 2, the sink; the last two live blocks are kept.
+    heads = chosen(first)[0]
+    assert heads == ([[2, 3, 4, 5, 6, 7, 8, 14, 15], [2, 14, 15]] if joint else [[2, 3, 4, 5, 14, 15]] * 2)
+    for _ in range(100 if kernel == "reference" or torch.cuda.is_available() else 2):
+        assert all(torch.equal(a, b) for a, b in zip(select(c, rule, kernel), first))
 
 
-def test_nan_scores_lose() -> None:
+@kernels
+def test_zeros_of_either_sign_tie(kernel: str) -> None:
     c = case()
-    plain = chosen(select(c, Rule()))
+    c.summary.zero_()
+    c.summary[:, :, 3:5] = -0.0
+    c.q.abs_()
+    assert chosen(select(c, Rule(), kernel))[0] == [[2, 3, 4, 5, 14, 15]] * 2
+
+
+@kernels
+@pytest.mark.parametrize("blocks", [2048, 5000, 16_384] if torch.cuda.is_available() else [5000])
+def test_many_blocks(blocks: int, kernel: str) -> None:
+    """More than one chunk of the contest, with many ties among scores of few values."""
+    generator = torch.Generator().manual_seed(3)
+    q = torch.ones(1, 4, 2, 8)
+    summary = torch.randint(-20, 20, (1, 2, blocks, 1, 1), generator=generator).float().expand(-1, -1, -1, -1, 8).contiguous()
+    mask = causal(8 * blocks - 2, 2, 8 * blocks)
+    mask[..., : 8 * 700] = False
+    c = Case(q, torch.empty(1, 2, 0, 8), summary, library.live_blocks(mask, 8), torch.tensor([8 * blocks - 2]))
+    ids, count, _ = select(c, Rule(tokens=8 * 1000), kernel, 8)
+    for head in range(2):
+        value = summary[0, head, :, 0, 0]
+        contest = list(range(701, blocks - 2))
+        order = sorted(contest, key=lambda block: (-value[block].item(), block))
+        wanted = sorted([700, *order[:1000], blocks - 2, blocks - 1])
+        assert ids[0, head, : int(count[0, head])].tolist() == wanted
+
+
+@kernels
+def test_nan_scores_lose(kernel: str) -> None:
+    c = case()
+    plain = chosen(select(c, Rule(), kernel))
     best = next(block for block in plain[1][0][1:] if block in plain[1][0])
     c.summary[1, 0, best] = torch.nan
-    found = chosen(select(c, Rule()))
+    found = chosen(select(c, Rule(), kernel))
     assert best not in found[1][0]
     assert len(found[1][0]) == len(plain[1][0])
     assert found[0] == plain[0] and found[1][1] == plain[1][1]
 
 
-def test_entries_that_are_not_committed_never_count() -> None:
+@kernels
+def test_entries_that_are_not_committed_never_count(kernel: str) -> None:
     """Blocks with drafts, hidden blocks and blocks past the end hold garbage."""
     c = case()
-    wanted = select(c, Rule())
+    wanted = select(c, Rule(), kernel)
     for b, position in enumerate(c.position.tolist()):
         c.summary[b, :, position // BLOCK :] = torch.nan
         hidden = set(range(c.summary.shape[2])) - set(c.lists[0][b, 0].tolist())
         c.summary[b, :, sorted(hidden)] = 1e30
-    for found, same in zip(select(c, Rule()), wanted):
+    for found, same in zip(select(c, Rule(), kernel), wanted):
         assert torch.equal(found, same)
 
 
@@ -240,4 +295,17 @@ def test_bad_words_fail_while_tracing(change: dict[str, Any], text: str) -> None
 
     c = case()
     with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(RuntimeError, match=text):
-        select(c, replace(Rule(), **change))
+        rule = replace(Rule(), **change)
+        library.select_blocks(c.q, c.summary, *c.lists, c.position, BLOCK, 0.3, *vars(rule).values())
+
+
+def test_what_the_kernels_leave_to_the_reference() -> None:
+    pytest.importorskip("triton")
+    from spec_compile.kernels.select_blocks_triton import why_not
+
+    c = case()
+    assert why_not(c.q, c.summary, "all", "max") is None
+    assert "softmax" in str(why_not(c.q, c.summary, "all", "softmax"))
+    assert "dtypes" in str(why_not(c.q.half(), c.summary, "all", "max"))
+    assert "more than 128" in str(why_not(torch.zeros(1, 60, 5, 8), c.summary, "all", "max"))
+    assert "head dim 512" in str(why_not(torch.zeros(1, 6, 5, 512), c.summary, "all", "max"))
