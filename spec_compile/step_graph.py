@@ -110,7 +110,7 @@ class StepGraph:
 
     def _read(self) -> list[Tensor]:
         """Every tensor that the captured step reads in place."""
-        caches = [part for layer in self._cache.layers for part in (layer.keys, layer.values)]
+        caches = [part for layer in self._cache.layers for part in (layer.keys, layer.values, layer.cumulative_length)]
         return [*self._model.parameters(), *self._model.buffers(), *caches]
 
     def _fill(self, input_ids: Tensor, rows: int) -> None:
@@ -131,6 +131,7 @@ class StepGraph:
 
     def _capture(self, state: tuple[Any, ...]) -> None:
         self._graph = self._logits = None
+        self._lengths = [layer.cumulative_length for layer in self._cache.layers]
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         before = [length.clone() for length in self._lengths]
