@@ -1,0 +1,114 @@
+"""Which layers select blocks and which reuse another layer's selection: the plan's words applied to a graph's layers.
+
+Reuse across layers is the observation of "Accelerate Speculative Decoding with Sparse Computation in Verification" (arXiv
+2512.21911, section 3.3) and of IndexCache; the plan uses the names of vLLM and TensorRT-LLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+from spec_compile.errors import PlanError
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """An attention layer as far as reuse is concerned.
+
+    Attributes:
+        name: for messages.
+        geometry: what must agree before a selection may be shared: KV heads, cache length, mask.
+        rewritten: whether the detector proved it; others stay dense.
+    """
+
+    name: str
+    geometry: Hashable
+    rewritten: bool = True
+
+
+@dataclass(frozen=True)
+class Role:
+    """``dense``, ``anchor`` (selects) or ``follower`` (reuses the selection of layer ``anchor``)."""
+
+    kind: str
+    anchor: int | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Reuse:
+    """The reuse fields of an ``AttentionPlan``, under their names there."""
+
+    index_topk_freq: int | None = None
+    index_skip_topk_offset: int | None = None
+    index_topk_pattern: str | None = None
+    anchors: tuple[int, ...] | None = None
+    include: tuple[int, ...] | None = None
+    exclude: tuple[int, ...] = ()
+    dense_first: int = 0
+
+
+def assign_roles(reuse: Reuse, layers: Sequence[LayerKind]) -> list[Role]:
+    """Role of every attention layer, in graph order.
+
+    A layer is sparse if it was rewritten, is not excluded, is included where a list says so, and is not among the first
+    ``dense_first``. Of the sparse ones ``index_topk_pattern`` (one letter a layer), ``anchors`` or ``index_topk_freq`` f with
+    ``index_skip_topk_offset`` o (layers below o, and from o on every f-th) name those that select; without any of them all do.
+    A layer that should follow selects itself where no earlier selection fits its geometry; its note says so.
+
+    Raises:
+        PlanError: the plan names a layer that the graph does not have, a pattern of another length, or an anchor that is dense.
+    """
+    total = len(layers)
+    for field in ("anchors", "include", "exclude"):
+        for layer in getattr(reuse, field) or ():
+            if layer >= total:
+                raise PlanError(
+                    f"plan.attention.{field}: layer {layer} does not exist, the model has attention layers 0..{total - 1}"
+                )
+    pattern = reuse.index_topk_pattern
+    if pattern is not None and len(pattern) != total:
+        missing = f"layer {len(pattern)} has no letter" if len(pattern) < total else f"layer {total} does not exist"
+        raise PlanError(f"plan.attention.index_topk_pattern: {len(pattern)} letters for {total} attention layers: {missing}")
+    roles: list[Role] = []
+    latest: dict[Hashable, int] = {}
+    for index, layer in enumerate(layers):
+        dense = _why_dense(reuse, index, layer)
+        if dense:
+            if index in (reuse.anchors or ()):
+                raise PlanError(f"plan.attention.anchors: layer {index} ({layer.name}) cannot select, it stays dense: {dense}")
+            roles.append(Role("dense", note=dense))
+            continue
+        fitting = latest.get(layer.geometry)
+        if _selects(reuse, index):
+            roles.append(Role("anchor"))
+        elif fitting is None:
+            reason = (
+                "the first sparse layer selects" if not latest else "no earlier selection has its KV heads, cache length and mask"
+            )
+            roles.append(Role("anchor", note=reason))
+        else:
+            roles.append(Role("follower", fitting))
+            continue
+        latest[layer.geometry] = index
+    return roles
+
+
+def _why_dense(reuse: Reuse, index: int, layer: LayerKind) -> str:
+    if not layer.rewritten:
+        return "not rewritten"
+    if index < reuse.dense_first:
+        return f"among the first {reuse.dense_first} layers"
+    if index in reuse.exclude:
+        return "excluded"
+    return "not included" if reuse.include is not None and index not in reuse.include else ""
+
+
+def _selects(reuse: Reuse, index: int) -> bool:
+    if reuse.index_topk_pattern is not None:
+        return reuse.index_topk_pattern[index] == "S"
+    if reuse.anchors is not None:
+        return index in reuse.anchors
+    offset = reuse.index_skip_topk_offset or 0
+    return index < offset or (index - offset) % (reuse.index_topk_freq or 1) == 0
