@@ -17,7 +17,7 @@ def block_summary_reference(
 ) -> None:
     """See :func:`spec_compile.kernels.library.block_summary_`. Reads ``valid`` on the host."""
     batch = valid.shape[0]
-    committed = (position.expand(batch) // block_size).tolist()
+    committed = (position.expand(batch).clamp(max=keys[0].shape[2]) // block_size).tolist()
     held = valid.tolist()
     for k, summary in zip(keys, summaries):
         for b in range(batch):

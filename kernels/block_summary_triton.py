@@ -16,9 +16,9 @@ _PROGRAMS = 64
 _TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
-@triton.jit(do_not_specialize=["heads"])
+@triton.jit(do_not_specialize=["heads", "kv_len"])
 def _summary_kernel(
-    TABLE, VALID, POSITION, START, p_b, k_b, k_h, k_s, k_d, s_b, s_h, s_n, s_r, s_d, heads,
+    TABLE, VALID, POSITION, START, p_b, k_b, k_h, k_s, k_d, s_b, s_h, s_n, s_r, s_d, heads, kv_len,
     D: tl.constexpr, BD: tl.constexpr, BLOCK: tl.constexpr, BOUNDS: tl.constexpr, TYPE: tl.constexpr, PROGRAMS: tl.constexpr,
     DECIDE: tl.constexpr,
 ):  # fmt: skip
@@ -28,7 +28,7 @@ def _summary_kernel(
     head = (lane % heads).to(tl.int64)
     K = tl.load(TABLE + 2 * layer).to(tl.pointer_type(TYPE)) + b * k_b + head * k_h
     SUMMARY = tl.load(TABLE + 2 * layer + 1).to(tl.pointer_type(TYPE)) + b * s_b + head * s_h
-    committed = (tl.load(POSITION + b * p_b) // BLOCK).to(tl.int32)
+    committed = tl.minimum(tl.load(POSITION + b * p_b), kv_len).to(tl.int32) // BLOCK
     slot = START + layer * tl.num_programs(1) + lane
     d = tl.arange(0, BD)
     n = tl.arange(0, BLOCK)
@@ -46,7 +46,8 @@ def _summary_kernel(
     one = tl.full([], 1, tl.int64)
     for block in tl.range(first, end, PROGRAMS):
         wide = block * one
-        k = tl.load(k_at + wide * BLOCK * k_s, mask=(d < D)[None, :], other=0.0)
+        inside = (block * BLOCK + n < kv_len)[:, None] & (d < D)[None, :]
+        k = tl.load(k_at + wide * BLOCK * k_s, mask=inside, other=0.0)
         if BOUNDS:
             low = tl.min(k, 0)
             high = tl.max(k, 0)
@@ -78,6 +79,8 @@ def _table(keys: list[Tensor], summaries: list[Tensor]) -> Tensor:
     places = tuple(x.data_ptr() for pair in zip(keys, summaries) for x in pair)
     found = _tables.get((keys[0].device, places))
     if found is None:
+        if keys[0].is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("block_summary_: run the step once before capturing it, so that its address table exists")
         found = torch.tensor(places, dtype=torch.int64).to(keys[0].device)
         _tables[keys[0].device, places] = found
     return found
@@ -88,6 +91,8 @@ def why_not(keys: list[Tensor], summaries: list[Tensor], block_size: int) -> str
     k, summary = keys[0], summaries[0]
     if k.dtype not in _TYPES or any(x.dtype != k.dtype for x in (*keys, *summaries)):
         return f"dtypes {sorted({str(x.dtype) for x in (*keys, *summaries)})}"
+    if any(x.device != k.device for x in (*keys, *summaries)):
+        return "the layers lie on several devices"
     if any(x.stride() != k.stride() or x.shape != k.shape for x in keys):
         return "the layers' keys differ in shape or strides"
     if any(x.stride() != summary.stride() or x.shape != summary.shape for x in summaries):
@@ -106,7 +111,7 @@ def block_summary_triton(
     start = valid.new_empty(len(keys), batch * heads, dtype=torch.int32)
     operands = (
         _table(keys, summaries), valid, position, start, 0 if position.shape[0] == 1 else position.stride(0),
-        *k.stride(), *summary.stride(), heads,
+        *k.stride(), *summary.stride(), heads, k.shape[2],
     )  # fmt: skip
     with torch.cuda.device_of(k):
         for decide in (True, False):

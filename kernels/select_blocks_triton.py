@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from spec_compile.kernels.tiling import RESERVE, device_of
+
 _MAX_CHUNK = 4096
 
 
@@ -56,8 +58,9 @@ def _score_kernel(
         zero = tl.zeros([M, BD], q.dtype)
         if WIDE:
             high = high.to(tl.float32)
-        s = tl.dot(tl.maximum(q, zero), high, input_precision="ieee")
-        s += tl.dot(tl.minimum(q, zero), low, input_precision="ieee")
+        # Maxima of bfloat16 come out as float32.
+        s = tl.dot(tl.maximum(q, zero).to(high.dtype), high, input_precision="ieee")
+        s += tl.dot(tl.minimum(q, zero).to(low.dtype), low, input_precision="ieee")
     else:
         s = tl.dot(q, low, input_precision="ieee")
     s = s * scale
@@ -135,18 +138,19 @@ def _contest_kernel(
     left = budget
     bins = tl.arange(0, 256)
     for step in tl.static_range(4):
-        shift: tl.constexpr = 24 - 8 * step
+        shift = 24 - 8 * step
         counts = tl.zeros([256], tl.int32)
         for head in tl.range(0, heads):
             for start in tl.range(0, live, CHUNK):
                 place = start + chunk
                 block = tl.load(ids + place, mask=place < live, other=0)
-                key, inside = _keys(SCORES, base + head * blocks, blocks, block, place, first, end, HEADS, POOLED)
+                at = base if POOLED else base + head * blocks
+                key, inside = _keys(SCORES, at, blocks, block, place, first, end, HEADS, POOLED)
                 if step > 0:
                     # Two shifts: by 32 at once would be undefined.
                     inside = inside & (((key >> shift) >> 8) == ((threshold >> shift) >> 8))
-                digit = ((key >> shift) & 255).to(tl.int32)
-                counts += tl.histogram(tl.where(inside, digit, 0), 256)
+                bucket = ((key >> shift) & 255).to(tl.int32)
+                counts += tl.histogram(tl.where(inside, bucket, 0), 256)
                 outside = CHUNK - tl.sum(inside.to(tl.int32), 0)
                 counts -= tl.where(bins == 0, outside, 0)
         # Keys whose digit is at least that of the bin.
@@ -165,7 +169,8 @@ def _contest_kernel(
             listed = place < live
             block = tl.load(ids + place, mask=listed, other=0)
             flag = tl.load(full + place, mask=listed, other=0)
-            key, inside = _keys(SCORES, base + head * blocks, blocks, block, place, first, end, HEADS, POOLED)
+            at = base if POOLED else base + head * blocks
+            key, inside = _keys(SCORES, at, blocks, block, place, first, end, HEADS, POOLED)
             equal = inside & (key == threshold)
             rank = ties + tl.cumsum(equal.to(tl.int32), 0) - 1
             won = inside & ((key > threshold) | (equal & (rank < left)))
@@ -194,7 +199,15 @@ def why_not(q: Tensor, summary: Tensor, query: str, aggregate: str) -> str | Non
     rows = {"first": 1, "first_last": 2, "all": q.shape[2], "mean": 1}[query]
     if group * rows > 128:
         return f"{group} heads a group x {rows} rows are more than 128"
-    return None if q.shape[3] <= 256 else f"head dim {q.shape[3]} is above 256"
+    if q.shape[3] > 256:
+        return f"head dim {q.shape[3]} is above 256"
+    itemsize = 4 if query == "mean" else q.dtype.itemsize
+    tall = max(16, 1 << (group * rows - 1).bit_length())
+    # Measured on compiled kernels: tiles of both bounds, and the queries (their positive and negative parts when tall).
+    needed = (2 * 64 + (2 if tall > 32 else 1) * tall) * max(16, 1 << (q.shape[3] - 1).bit_length()) * itemsize
+    if needed + RESERVE > device_of(q.device).shared_bytes and q.device.type == "cuda":
+        return f"{tall} rows of head dim {q.shape[3]} need more shared memory than the device has"
+    return None
 
 
 def select_blocks_triton(
@@ -228,7 +241,7 @@ def select_blocks_triton(
     out_ids = ids.new_empty(batch, kv_heads, blocks)
     out_count = count.new_empty(batch, kv_heads)
     out_full = full.new_empty(batch, kv_heads, blocks)
-    tile = 64
+    rows_tile, tile = max(16, triton.next_power_of_2(group * picked)), 64
     chunk = min(_MAX_CHUNK, max(256, triton.next_power_of_2(blocks)))
 
     def step(x: Tensor) -> int:
@@ -238,7 +251,7 @@ def select_blocks_triton(
         _score_kernel[(triton.cdiv(blocks, tile), kv_heads, batch)](
             q, summary, scores, *q.stride(), *summary.stride(), rows, blocks, scale,
             KV_HEADS=kv_heads, GROUP=group, D=dim, BD=max(16, triton.next_power_of_2(dim)),
-            M=max(16, triton.next_power_of_2(group * picked)), BN=tile,
+            M=rows_tile, BN=tile,
             QUERY={"first": 0, "first_last": 1, "all": 2, "mean": 3}[query], BOUNDS=bounds, MEAN=aggregate == "mean",
             WIDE=query == "mean" and q.dtype != torch.float32,
         )  # fmt: skip

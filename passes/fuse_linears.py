@@ -92,7 +92,7 @@ def _fuse(gm: GraphModule, calls: list[Node]) -> None:
     biases: list[Any] = [call.args[2] for call in calls if len(call.args) > 2 and call.args[2] is not None]
     args = (calls[0].args[0], weights, biases)
     for parameter in (*weights, *biases):
-        if parameter.op == "get_attr":  # placed at its first use, which may be later
+        if parameter.op == "get_attr" and calls[0] < parameter:  # placed at its first use, which may be later
             calls[0].prepend(parameter)
     with gm.graph.inserting_before(calls[0]):
         fused = gm.graph.call_function(_LINEARS, args)

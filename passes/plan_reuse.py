@@ -53,8 +53,9 @@ def assign_roles(reuse: Reuse, layers: Sequence[LayerKind]) -> list[Role]:
     """Role of every attention layer, in graph order.
 
     A layer is sparse if it was rewritten, is not excluded, is included where a list says so, and is not among the first
-    ``dense_first``. Of the sparse ones ``index_topk_pattern`` (one letter a layer), ``anchors`` or ``index_topk_freq`` f with
-    ``index_skip_topk_offset`` o (layers below o, and from o on every f-th) name those that select; without any of them all do.
+    ``dense_first``. Of the sparse ones ``index_topk_pattern`` (one letter a
+    layer, F selects, S shares), ``anchors``, or ``index_topk_freq`` f with ``index_skip_topk_offset`` o (layer i where
+    ``max(i - o + 1, 0) % f == 0``, o = 1 if not given) name those that select; without any of them all do.
     A layer that should follow selects itself where no earlier selection fits its geometry; its note says so.
 
     Raises:
@@ -107,8 +108,8 @@ def _why_dense(reuse: Reuse, index: int, layer: LayerKind) -> str:
 
 def _selects(reuse: Reuse, index: int) -> bool:
     if reuse.index_topk_pattern is not None:
-        return reuse.index_topk_pattern[index] == "S"
+        return reuse.index_topk_pattern[index] == "F"
     if reuse.anchors is not None:
         return index in reuse.anchors
-    offset = reuse.index_skip_topk_offset or 0
-    return index < offset or (index - offset) % (reuse.index_topk_freq or 1) == 0
+    offset = 1 if reuse.index_skip_topk_offset is None else reuse.index_skip_topk_offset
+    return max(index - offset + 1, 0) % (reuse.index_topk_freq or 1) == 0

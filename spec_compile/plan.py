@@ -66,7 +66,9 @@ class AttentionPlan:
         heads: ``own`` selection per KV head, or ``pooled`` over them.
         joint: one contest over (head, block) pairs instead of one per head.
         index_topk_freq, index_skip_topk_offset, index_topk_pattern, anchors: which layers select and which reuse; give
-            at most one of frequency, pattern (``"SFFS"``: S selects, F follows) and explicit anchors.
+            at most one of frequency, pattern and explicit anchors. A pattern has one letter a layer, ``"FSSF"``: F selects
+            (full), S reuses the last selection (shared), as in transformers and vLLM; with a frequency f and an offset o, layer
+            i selects where ``max(i - o + 1, 0) % f == 0`` (transformers' GLM-MoE-DSA), o = 1 by default: every f-th layer.
         include, exclude: layer indices; ``dense_first`` leading layers stay dense.
     """
 
@@ -117,9 +119,9 @@ class AttentionPlan:
         if pattern is not None:
             _check(
                 bool(pattern) and set(pattern) <= set("SF"),
-                "attention.index_topk_pattern", f"must be a string of S and F, got {pattern!r}",
+                "attention.index_topk_pattern", f"must be a string of F and S, got {pattern!r}",
             )  # fmt: skip
-            _check(pattern[0] == "S", "attention.index_topk_pattern", f"layer 0 must select (S), got {pattern!r}")
+            _check(pattern[0] == "F", "attention.index_topk_pattern", f"layer 0 must select (F), got {pattern!r}")
         given = [n for n in ("index_topk_freq", "index_topk_pattern", "anchors") if getattr(self, n) is not None]
         _check(len(given) <= 1, "attention", f"{' and '.join(given)} exclude each other")
         _layers(self, "attention", "anchors", "include", "exclude")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spec_compile.errors import SpecCompileError
+from spec_compile.errors import CacheError, SpecCompileError
 from spec_compile.logs import logger
 
 
@@ -67,12 +67,12 @@ class StepGraph:
         with torch.inference_mode(False):
             self._ids = torch.zeros(batch, rows, dtype=torch.int64, device=self._device)
             self._surplus = torch.zeros((), dtype=kind, device=self._device)
-        self._filled = 0
+        self._filled, self._told = 0, False
         self._graph: torch.cuda.CUDAGraph | None = None
         self._state: tuple[Any, ...] = ()
         self._registrations = -1
         self._modules: list[int] = []
-        self._tensors: list[Tensor] = []
+        self._weights: list[Tensor] = []
         self._places: tuple[int, ...] = ()
         self._logits: Tensor | None = None
 
@@ -104,14 +104,14 @@ class StepGraph:
         if self._registrations != _Registrations.count:
             if [id(module) for module in self._model.modules()] != self._modules:
                 return True
-            self._tensors = self._read()
+            self._weights = [*self._model.parameters(), *self._model.buffers()]
             self._registrations = _Registrations.count
-        return tuple(map(Tensor.data_ptr, self._tensors)) != self._places
+        return self._places_now() != self._places
 
-    def _read(self) -> list[Tensor]:
-        """Every tensor that the captured step reads in place."""
+    def _places_now(self) -> tuple[int, ...]:
+        """Where every tensor lies that the captured step reads in place; layers of a cache may rebind theirs at any time."""
         caches = [part for layer in self._cache.layers for part in (layer.keys, layer.values, layer.cumulative_length)]
-        return [*self._model.parameters(), *self._model.buffers(), *caches]
+        return tuple(map(Tensor.data_ptr, [*self._weights, *caches]))
 
     def _fill(self, input_ids: Tensor, rows: int) -> None:
         if rows == self.rows:
@@ -149,7 +149,8 @@ class StepGraph:
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph):
+            # With its own stream: the default one belongs to the device of the process's first capture.
+            with torch.cuda.graph(graph, stream=stream):
                 self._logits = self._step()
         except Exception as error:
             raise SpecCompileError(
@@ -157,22 +158,41 @@ class StepGraph:
             ) from error
         self._graph, self._state, self._registrations = graph, state, _Registrations.count
         self._modules = [id(module) for module in self._model.modules()]
-        self._tensors = self._read()
-        self._places = tuple(map(Tensor.data_ptr, self._tensors))
+        self._weights = [*self._model.parameters(), *self._model.buffers()]
+        self._places = self._places_now()
         logger.debug("captured a verify step of %d rows", self.rows)
 
     def fits(self) -> bool:
         """Whether a whole step fits the cache's slots and the model's positions; a shorter one may still fit uncaptured."""
         return self._held() + self.rows <= self._limit
 
+    def require_slots(self, rows: int) -> None:
+        """
+        Raises:
+            CacheError: ``rows`` do not fit the cache's slots.
+        """
+        held, slots = self._held(), int(self._cache.layers[0].keys.shape[2])
+        if held + rows > slots:
+            raise CacheError(
+                f"{type(self._cache).__name__} is too short: it holds {held} tokens in {slots} slots and {rows} more are to be "
+                "written. Make a longer one"
+            )
+        if not self._told:
+            self._told = True
+            logger.info(
+                "%d tokens held: a padded step of %d rows passes slots or positions (%d), steps run uncaptured", held, self.rows,
+                self._limit,
+            )  # fmt: skip
+
     def _held(self) -> int:
         """Tokens in the cache. Replays and rollbacks keep count on the host; after a write by anything else, which shows in
         the version counter, this waits for the device once.
         """
+        length = self._cache.layers[0].cumulative_length
         counted = getattr(self._cache, "host_length", None)
-        if counted is not None and counted.version == self._lengths[0]._version:
+        if counted is not None and length is self._lengths[0] and counted.version == length._version:
             return int(counted.tokens)
-        return int(self._lengths[0])
+        return int(length)
 
 
 def why_not_captured(model: Any, cache: Any) -> str | None:

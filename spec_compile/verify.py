@@ -117,6 +117,7 @@ class VerifyFunction:
                 self._step_graph = StepGraph(self._run, self.model, self.cache, input_ids.shape[0], self.draft_len + 1)
             if self._step_graph.fits():
                 return self._replay(self._step_graph, input_ids)
+            self._step_graph.require_slots(rows)
         if hasattr(self.cache, "require_room"):
             self.cache.require_room(rows)
         position_ids, attention_mask = self._complete(input_ids, position_ids, attention_mask)

@@ -232,3 +232,20 @@ def test_families_in_half_precision(family: str, attention: str, dtype: torch.dt
     assert any("triton" in note for record in verify.report().passes for note in record.notes)
     ours, reference = ((x - exact).norm() / exact.norm() for x in (found, theirs))
     assert ours <= 1.5 * reference + 1e-4, (ours, reference)
+
+
+def test_a_cache_whose_layers_rebind_their_tensors_is_captured_anew() -> None:
+    """Beam search and offloading of transformers replace ``layer.keys``; the graph must not read the old ones."""
+    model = zoo.build("llama", "sdpa").cuda()
+    a, b = filled(model, 30, batch=2)
+    verify = sc.compile_verify(model, b, draft_len=3, cudagraphs=True)
+    tokens = torch.randint(0, 128, (2, 4), device="cuda")
+    eager_step(model, a, tokens), verify(tokens)
+    order = torch.tensor([1, 0], device="cuda")
+    for cache in (a, b):
+        cache.reorder_cache(order)
+    for layer in b.layers:
+        layer.cumulative_length = layer.cumulative_length.clone()
+    expected, found = eager_step(model, a, tokens), verify(tokens)
+    assert (expected - found).abs().max() <= 1e-5 * max(1.0, expected.abs().max().item())
+    assert a.length == b.length

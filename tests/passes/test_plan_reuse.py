@@ -27,9 +27,10 @@ def spelled(reuse: Reuse, given: list[LayerKind]) -> str:
         (Reuse(), "SSSSSSSS"),
         (Reuse(index_topk_freq=1), "SSSSSSSS"),
         (Reuse(index_topk_freq=4), "S000S444"),
-        (Reuse(index_topk_freq=4, index_skip_topk_offset=3), "SSSS333S"),
+        (Reuse(index_topk_freq=4, index_skip_topk_offset=3), "SSS222S6"),
+        (Reuse(index_topk_freq=4, index_skip_topk_offset=0), "S00S333S"),
         (Reuse(index_topk_freq=100), "S0000000"),
-        (Reuse(index_topk_pattern="SFFSFFFS"), "S00S333S"),
+        (Reuse(index_topk_pattern="FSSFSSSF"), "S00S333S"),
         (Reuse(anchors=(0, 5)), "S0000S55"),
         (Reuse(anchors=(3,)), "S00S3333"),
         (Reuse(index_topk_freq=4, dense_first=2), "ddS2S444"),
@@ -43,7 +44,7 @@ def test_words_of_the_plan(reuse: Reuse, wanted: str) -> None:
 
 
 def test_the_first_sparse_layer_selects_and_says_so() -> None:
-    roles = assign_roles(Reuse(index_topk_pattern="SFFF", dense_first=1), layers(4))
+    roles = assign_roles(Reuse(index_topk_pattern="FSSS", dense_first=1), layers(4))
     assert [role.kind for role in roles] == ["dense", "anchor", "follower", "follower"]
     assert roles[1].note == "the first sparse layer selects"
     assert roles[2].anchor == roles[3].anchor == 1
@@ -74,8 +75,8 @@ def test_a_refused_layer_stays_dense() -> None:
         (Reuse(anchors=(0, 9)), r"anchors: layer 9 does not exist, the model has attention layers 0\.\.7"),
         (Reuse(include=(8,)), "include: layer 8 does not exist"),
         (Reuse(exclude=(30,)), "exclude: layer 30 does not exist"),
-        (Reuse(index_topk_pattern="SFFS"), "4 letters for 8 attention layers: layer 4 has no letter"),
-        (Reuse(index_topk_pattern="S" * 9), "9 letters for 8 attention layers: layer 8 does not exist"),
+        (Reuse(index_topk_pattern="FSSF"), "4 letters for 8 attention layers: layer 4 has no letter"),
+        (Reuse(index_topk_pattern="F" * 9), "9 letters for 8 attention layers: layer 8 does not exist"),
         (Reuse(anchors=(0, 2), exclude=(2,)), r"anchors: layer 2 \(layers\.2\) cannot select, it stays dense: excluded"),
         (Reuse(anchors=(1,), dense_first=2), "layer 1 .* among the first 2 layers"),
     ],
