@@ -31,7 +31,7 @@ def why_not(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> str | None
 
 
 def pays(rows: int, columns: Sequence[int]) -> bool:
-    """Whether one launch beats cuBLAS (measured on an H200).
+    """Whether one launch beats cuBLAS (measured on an H200 at the layer sizes of Llama-3.1-8B).
 
     Up to 32 rows: several weights always, one if its tiles fill the device; from 32,768 columns on (output layers) cuBLAS
     reaches the memory limit by itself. Above, only what cuBLAS cuts into several launches: several weights, past 64 rows

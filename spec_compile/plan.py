@@ -67,7 +67,7 @@ class AttentionPlan:
         joint: one contest over (head, block) pairs instead of one per head.
         index_topk_freq, index_skip_topk_offset, index_topk_pattern, anchors: which layers select and which reuse; give
             at most one of frequency, pattern and explicit anchors. A pattern has one letter a layer, ``"FSSF"``: F selects
-            (full), S reuses the last selection (shared), as in transformers and vLLM; with a frequency f and an offset o, layer
+            (full), S reuses the last selection (shared), as in transformers; with a frequency f and an offset o, layer
             i selects where ``max(i - o + 1, 0) % f == 0`` (transformers' GLM-MoE-DSA), o = 1 by default: every f-th layer.
         include, exclude: layer indices; ``dense_first`` leading layers stay dense.
     """
