@@ -76,13 +76,15 @@ class StepGraph:
         self._places: tuple[int, ...] = ()
         self._logits: Tensor | None = None
 
-    def __call__(self, input_ids: Tensor) -> Tensor:
-        """Logits ``[B, T, V]`` of ``input_ids`` int ``[B, T]``; the cache advances by T. Only where :meth:`fits`."""
+    def __call__(self, input_ids: Tensor, held: int) -> Tensor:
+        """Logits ``[B, T, V]`` of ``input_ids`` int ``[B, T]``; the cache, which holds ``held`` tokens, advances by T.
+
+        Only where :meth:`fits`.
+        """
         if torch.cuda.current_device() != self._device.index:
             with torch.cuda.device(self._device):
-                return self(input_ids)
+                return self(input_ids, held)
         rows = input_ids.shape[1]
-        held = self._held()
         self._fill(input_ids, rows)
         state = self._state_now()
         if self._graph is None or state != self._state or self._moved():
@@ -162,16 +164,16 @@ class StepGraph:
         self._places = self._places_now()
         logger.debug("captured a verify step of %d rows", self.rows)
 
-    def fits(self) -> bool:
+    def fits(self, held: int) -> bool:
         """Whether a whole step fits the cache's slots and the model's positions; a shorter one may still fit uncaptured."""
-        return self._held() + self.rows <= self._limit
+        return held + self.rows <= self._limit
 
-    def require_slots(self, rows: int) -> None:
+    def require_slots(self, held: int, rows: int) -> None:
         """
         Raises:
             CacheError: ``rows`` do not fit the cache's slots.
         """
-        held, slots = self._held(), int(self._cache.layers[0].keys.shape[2])
+        slots = int(self._cache.layers[0].keys.shape[2])
         if held + rows > slots:
             raise CacheError(
                 f"{type(self._cache).__name__} is too short: it holds {held} tokens in {slots} slots and {rows} more are to be "
@@ -184,7 +186,7 @@ class StepGraph:
                 self._limit,
             )  # fmt: skip
 
-    def _held(self) -> int:
+    def held(self) -> int:
         """Tokens in the cache. Replays and rollbacks keep count on the host; after a write by anything else, which shows in
         the version counter, this waits for the device once.
         """

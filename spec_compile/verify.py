@@ -115,9 +115,10 @@ class VerifyFunction:
         if self._capture and position_ids is None and attention_mask is None:
             if self._step_graph is None:
                 self._step_graph = StepGraph(self._run, self.model, self.cache, input_ids.shape[0], self.draft_len + 1)
-            if self._step_graph.fits():
-                return self._replay(self._step_graph, input_ids)
-            self._step_graph.require_slots(rows)
+            held = self._step_graph.held()
+            if self._step_graph.fits(held):
+                return self._replay(self._step_graph, input_ids, held)
+            self._step_graph.require_slots(held, rows)
         if hasattr(self.cache, "require_room"):
             self.cache.require_room(rows)
         position_ids, attention_mask = self._complete(input_ids, position_ids, attention_mask)
@@ -158,11 +159,11 @@ class VerifyFunction:
             raise OptionsError(f"input_ids has batch {batch}, the cache was made for batch {held}")
         return rows
 
-    def _replay(self, step: StepGraph, input_ids: Tensor) -> Tensor:
+    def _replay(self, step: StepGraph, input_ids: Tensor, held: int) -> Tensor:
         if not input_ids.is_cuda:
             raise OptionsError(f"input_ids must lie on the model's device with cudagraphs=True, got {input_ids.device}")
         try:
-            return step(input_ids)
+            return step(input_ids, held)
         except Exception as error:
             self._raise(error, None)
             raise
