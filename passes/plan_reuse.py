@@ -8,8 +8,28 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from spec_compile.errors import PlanError
+
+
+class ReusePlan(Protocol):
+    """The fields of ``spec_compile.AttentionPlan`` that are read here; passes do not import the compiler on top of them."""
+
+    @property
+    def index_topk_freq(self) -> int | None: ...
+    @property
+    def index_skip_topk_offset(self) -> int | None: ...
+    @property
+    def index_topk_pattern(self) -> str | None: ...
+    @property
+    def anchors(self) -> tuple[int, ...] | None: ...
+    @property
+    def include(self) -> tuple[int, ...] | None: ...
+    @property
+    def exclude(self) -> tuple[int, ...]: ...
+    @property
+    def dense_first(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -36,20 +56,7 @@ class Role:
     note: str = ""
 
 
-@dataclass(frozen=True)
-class Reuse:
-    """The reuse fields of an ``AttentionPlan``, under their names there."""
-
-    index_topk_freq: int | None = None
-    index_skip_topk_offset: int | None = None
-    index_topk_pattern: str | None = None
-    anchors: tuple[int, ...] | None = None
-    include: tuple[int, ...] | None = None
-    exclude: tuple[int, ...] = ()
-    dense_first: int = 0
-
-
-def assign_roles(reuse: Reuse, layers: Sequence[LayerKind]) -> list[Role]:
+def assign_roles(plan: ReusePlan, layers: Sequence[LayerKind]) -> list[Role]:
     """Role of every attention layer, in graph order.
 
     A layer is sparse if it was rewritten, is not excluded, is included where a list says so, and is not among the first
@@ -63,26 +70,26 @@ def assign_roles(reuse: Reuse, layers: Sequence[LayerKind]) -> list[Role]:
     """
     total = len(layers)
     for field in ("anchors", "include", "exclude"):
-        for layer in getattr(reuse, field) or ():
+        for layer in getattr(plan, field) or ():
             if layer >= total:
                 raise PlanError(
                     f"plan.attention.{field}: layer {layer} does not exist, the model has attention layers 0..{total - 1}"
                 )
-    pattern = reuse.index_topk_pattern
+    pattern = plan.index_topk_pattern
     if pattern is not None and len(pattern) != total:
         missing = f"layer {len(pattern)} has no letter" if len(pattern) < total else f"layer {total} does not exist"
         raise PlanError(f"plan.attention.index_topk_pattern: {len(pattern)} letters for {total} attention layers: {missing}")
     roles: list[Role] = []
     latest: dict[Hashable, int] = {}
     for index, layer in enumerate(layers):
-        dense = _why_dense(reuse, index, layer)
+        dense = _why_dense(plan, index, layer)
         if dense:
-            if index in (reuse.anchors or ()):
+            if index in (plan.anchors or ()):
                 raise PlanError(f"plan.attention.anchors: layer {index} ({layer.name}) cannot select, it stays dense: {dense}")
             roles.append(Role("dense", note=dense))
             continue
         fitting = latest.get(layer.geometry)
-        if _selects(reuse, index):
+        if _selects(plan, index):
             roles.append(Role("anchor"))
         elif fitting is None:
             reason = (
@@ -96,20 +103,20 @@ def assign_roles(reuse: Reuse, layers: Sequence[LayerKind]) -> list[Role]:
     return roles
 
 
-def _why_dense(reuse: Reuse, index: int, layer: LayerKind) -> str:
+def _why_dense(plan: ReusePlan, index: int, layer: LayerKind) -> str:
     if not layer.rewritten:
         return "not rewritten"
-    if index < reuse.dense_first:
-        return f"among the first {reuse.dense_first} layers"
-    if index in reuse.exclude:
+    if index < plan.dense_first:
+        return f"among the first {plan.dense_first} layers"
+    if index in plan.exclude:
         return "excluded"
-    return "not included" if reuse.include is not None and index not in reuse.include else ""
+    return "not included" if plan.include is not None and index not in plan.include else ""
 
 
-def _selects(reuse: Reuse, index: int) -> bool:
-    if reuse.index_topk_pattern is not None:
-        return reuse.index_topk_pattern[index] == "F"
-    if reuse.anchors is not None:
-        return index in reuse.anchors
-    offset = 1 if reuse.index_skip_topk_offset is None else reuse.index_skip_topk_offset
-    return max(index - offset + 1, 0) % (reuse.index_topk_freq or 1) == 0
+def _selects(plan: ReusePlan, index: int) -> bool:
+    if plan.index_topk_pattern is not None:
+        return plan.index_topk_pattern[index] == "F"
+    if plan.anchors is not None:
+        return index in plan.anchors
+    offset = 1 if plan.index_skip_topk_offset is None else plan.index_skip_topk_offset
+    return max(index - offset + 1, 0) % (plan.index_topk_freq or 1) == 0
