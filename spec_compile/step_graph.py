@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spec_compile import _compat
 from spec_compile.errors import CacheError, SpecCompileError
 from spec_compile.logs import logger
+from spec_compile.state import BlockSummaries, summaries_of
 
 
 class _Registrations:
@@ -30,7 +32,9 @@ def _watch_registrations() -> None:
     _Registrations.watched = True
 
     def count(module: Any, name: str, value: Any) -> None:
-        _Registrations.count += 1
+        # Models that slice a module list in forward run this inside Dynamo's trace, which knows no class attributes.
+        if not torch.compiler.is_compiling():
+            _Registrations.count += 1
 
     hooks = torch.nn.modules.module
     hooks.register_module_parameter_registration_hook(count)
@@ -73,8 +77,9 @@ class StepGraph:
         self._registrations = -1
         self._modules: list[int] = []
         self._weights: list[Tensor] = []
-        self._places: tuple[int, ...] = ()
+        self._places: list[int] = []
         self._logits: Tensor | None = None
+        self._summaries: list[BlockSummaries] = []
 
     def __call__(self, input_ids: Tensor, held: int) -> Tensor:
         """Logits ``[B, T, V]`` of ``input_ids`` int ``[B, T]``; the cache, which holds ``held`` tokens, advances by T.
@@ -90,6 +95,9 @@ class StepGraph:
         if self._graph is None or state != self._state or self._moved():
             self._capture(state)
         assert self._graph is not None and self._logits is not None
+        for found in self._summaries:
+            found.distrust_if_written()
+            found.trust()
         self._graph.replay()
         counted = getattr(self._cache, "host_length", None)
         if counted is not None:
@@ -108,12 +116,12 @@ class StepGraph:
                 return True
             self._weights = [*self._model.parameters(), *self._model.buffers()]
             self._registrations = _Registrations.count
-        return self._places_now() != self._places
+        return not _compat.same_places(self._tensors(), self._places)
 
-    def _places_now(self) -> tuple[int, ...]:
-        """Where every tensor lies that the captured step reads in place; layers of a cache may rebind theirs at any time."""
+    def _tensors(self) -> list[Tensor]:
+        """Every tensor that the captured step reads in place; layers of a cache may rebind theirs at any time."""
         caches = [part for layer in self._cache.layers for part in (layer.keys, layer.values, layer.cumulative_length)]
-        return tuple(map(Tensor.data_ptr, [*self._weights, *caches]))
+        return self._weights + caches
 
     def _fill(self, input_ids: Tensor, rows: int) -> None:
         if rows == self.rows:
@@ -161,7 +169,8 @@ class StepGraph:
         self._graph, self._state, self._registrations = graph, state, _Registrations.count
         self._modules = [id(module) for module in self._model.modules()]
         self._weights = [*self._model.parameters(), *self._model.buffers()]
-        self._places = self._places_now()
+        self._places = [x.data_ptr() for x in self._tensors()]
+        self._summaries = summaries_of([layer.keys for layer in self._cache.layers])
         logger.debug("captured a verify step of %d rows", self.rows)
 
     def fits(self, held: int) -> bool:
