@@ -52,15 +52,15 @@ def causal(rows: int, slots: int, live: int) -> Tensor:
     return (torch.arange(slots, device="cuda") <= positions[:, None])[None, None]
 
 
-def graph_us(calls: Sequence[Callable[[], Any]], repeats: int = 9) -> float:
-    """Median time of one call, all calls being replayed as one CUDA graph."""
+def graph_us(calls: Sequence[Callable[[], Any]], repeats: int = 9, least: int = 12) -> float:
+    """Median time of one call, ``least`` calls or more being replayed as one CUDA graph."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for call in calls:
             call()
     torch.cuda.current_stream().wait_stream(stream)
-    rounds = max(1, 12 // len(calls))
+    rounds = max(1, least // len(calls))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(rounds):
@@ -171,7 +171,7 @@ def measure(batch: int, rows: int, slots: int, peers: list[str], bandwidth: floa
             other = peer(name, batch, rows, slots)
             if batch == 1 and name != "xformers":
                 row["error"][name] = relative_error(other(*sets[0]), sets[0], mask)
-            times[name] = graph_us([lambda s=s, other=other: other(*s) for s in sets], 5)
+            times[name] = graph_us([lambda s=s, other=other: other(*s) for s in sets], 5, 6)
         except Exception as error:
             times[name] = None
             row.setdefault("failed", {})[name] = f"{type(error).__name__}: {error}".splitlines()[0][:160]
