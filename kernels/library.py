@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from spec_compile.kernels import availability
+from spec_compile.kernels.block_mass import block_mass_reference
 from spec_compile.kernels.block_summary import block_summary_reference
 from spec_compile.kernels.blocks import live_blocks_reference
 from spec_compile.kernels.folded import attention_folded as _attention_folded
 from spec_compile.kernels.folded import fold_mask as _fold_mask
+from spec_compile.kernels.gathered import attention_gathered as _attention_gathered
 from spec_compile.kernels.linears import linears as _linears
 from spec_compile.kernels.reference import allocate_output, attention_reference
 from spec_compile.kernels.selection import AGGREGATES, QUERIES, select_blocks_reference
@@ -232,14 +234,16 @@ def _(keys: list[Tensor], summaries: list[Tensor], valid: Tensor, position: Tens
         torch._check(k.dim() == 4, lambda: "block_summary_: keys must be [B, Hkv, S, D]")
 
 
-@torch.library.custom_op("spec_compile::select_blocks_v1", mutates_args=())
+@torch.library.custom_op("spec_compile::select_blocks_v2", mutates_args=())
 def select_blocks(
     q: Tensor,
-    summary: Tensor,
+    summary: Tensor | None,
+    scores: Tensor | None,
     ids: Tensor,
     count: Tensor,
     full: Tensor,
     position: Tensor,
+    gate: Tensor,
     block_size: int,
     scale: float,
     query: str,
@@ -251,7 +255,6 @@ def select_blocks(
     tokens: int,
     share: float,
     floor: int,
-    min_context: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Choose the KV blocks that a sparse verify forward reads, once for all draft rows.
 
@@ -262,9 +265,11 @@ def select_blocks(
     Args:
         q: ``[B, Hq, T, D]``; the first row belongs to the last accepted token.
         summary: ``[B, Hkv, NB, R, D]``, mean keys (R = 1) or minima and maxima (R = 2) of the blocks; entries of blocks that
-            are not committed are never read into a score.
+            are not committed are never read into a score. None where ``scores`` are given.
+        scores: float32 ``[B, Hkv, NB]`` of every block, from :func:`block_mass`, or None.
         ids, count, full: live blocks, from :func:`live_blocks`, one list for all heads.
         position: int64 ``[B|1]``, slot of the first draft row.
+        gate: int64 ``[1]``; contexts below it, in tokens of live blocks, are kept whole.
         block_size, scale: as for :func:`attention`.
         query: rows that score: ``first``, ``first_last``, ``all``, or ``mean`` of all.
         aggregate: over rows and query heads of a group: ``max``, ``mean``, or ``softmax`` (mean of their softmaxes).
@@ -274,7 +279,6 @@ def select_blocks(
         tokens: budget of the contest in tokens per KV head, or 0 for a share.
         share, floor: rho and L0: contexts up to ``floor`` tokens are kept whole, others to
             ``floor((L - L0) * rho + L0)`` tokens (arXiv 2512.21911).
-        min_context: contexts below it, in tokens of live blocks, are kept whole.
 
     Returns:
         ids int32 and full uint8 ``[B, Hkv, NB]`` and count int32 ``[B, Hkv]``, for :func:`attention`.
@@ -283,31 +287,105 @@ def select_blocks(
     if q.is_cuda and availability.why_no_triton() is None:
         from spec_compile.kernels import select_blocks_triton as kernel
 
-        if kernel.why_not(q, summary, query, aggregate) is None:
+        if summary is None or kernel.why_not(q, summary, query, aggregate) is None:
             run = kernel.select_blocks_triton
     return run(
-        q, summary, ids, count, full, position, block_size, scale, query, aggregate, heads, joint, sink, recent, tokens, share,
-        floor, min_context,
+        q, summary, scores, ids, count, full, position, gate, block_size, scale, query, aggregate, heads, joint, sink, recent,
+        tokens, share, floor,
     )  # fmt: skip
 
 
 @select_blocks.register_fake
 def _(
-    q: Tensor, summary: Tensor, ids: Tensor, count: Tensor, full: Tensor, position: Tensor, block_size: int, scale: float,
-    query: str, aggregate: str, heads: str, joint: bool, sink: int, recent: int, tokens: int, share: float, floor: int,
-    min_context: int,
+    q: Tensor, summary: Tensor | None, scores: Tensor | None, ids: Tensor, count: Tensor, full: Tensor, position: Tensor,
+    gate: Tensor, block_size: int, scale: float, query: str, aggregate: str, heads: str, joint: bool, sink: int, recent: int,
+    tokens: int, share: float, floor: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     torch._check(query in QUERIES, lambda: f"select_blocks: query must be one of {QUERIES}, got {query!r}")
     torch._check(aggregate in AGGREGATES, lambda: f"select_blocks: aggregate must be one of {AGGREGATES}, got {aggregate!r}")
     torch._check(heads in ("own", "pooled"), lambda: f"select_blocks: heads must be 'own' or 'pooled', got {heads!r}")
-    torch._check(summary.dim() == 5, lambda: "select_blocks: summary must be [B, Hkv, NB, R, D]")
+    torch._check((summary is None) != (scores is None), lambda: "select_blocks: give either summary or scores")
+    torch._check(summary is None or summary.dim() == 5, lambda: "select_blocks: summary must be [B, Hkv, NB, R, D]")
+    torch._check(scores is None or scores.dim() == 3, lambda: "select_blocks: scores must be [B, Hkv, NB]")
     torch._check(ids.shape[1] == 1, lambda: "select_blocks: the live list must be one for all heads")
-    batch, kv_heads, blocks = q.shape[0], summary.shape[1], ids.shape[2]
+    torch._check(gate.numel() == 1, lambda: "select_blocks: gate must be [1]")
+    kv_heads = summary.shape[1] if summary is not None else scores.shape[1]  # type: ignore[union-attr]
+    batch, blocks = q.shape[0], ids.shape[2]
     return (
         ids.new_empty(batch, kv_heads, blocks),
         count.new_empty(batch, kv_heads),
         full.new_empty(batch, kv_heads, blocks),
     )
+
+
+@torch.library.custom_op("spec_compile::block_mass_v1", mutates_args=())
+def block_mass(
+    q: Tensor,
+    k: Tensor,
+    mask: Tensor,
+    ids: Tensor,
+    count: Tensor,
+    gate: Tensor,
+    block_size: int,
+    scale: float,
+    query: str,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Share of attention that falls on each KV block: scores for :func:`select_blocks` that read every key.
+
+    Args:
+        q, k, mask, block_size, scale, softcap, sinks: as for :func:`attention`.
+        ids, count: live blocks, one list for all heads.
+        gate: int64 ``[1]``; contexts below it, in tokens of live blocks, need no scores: they may be left out.
+        query: rows whose softmax counts, as for :func:`select_blocks`.
+
+    Returns:
+        float32 ``[B, Hkv, NB]``: softmax weights summed over the keys of a block, mean over rows and heads of the group.
+    """
+    return block_mass_reference(q, k, mask, ids, count, gate, block_size, scale, query, softcap, sinks)
+
+
+@block_mass.register_fake
+def _(
+    q: Tensor, k: Tensor, mask: Tensor, ids: Tensor, count: Tensor, gate: Tensor, block_size: int, scale: float, query: str,
+    softcap: float = 0.0, sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    torch._check(query in QUERIES, lambda: f"block_mass: query must be one of {QUERIES}, got {query!r}")
+    return q.new_empty(q.shape[0], k.shape[1], ids.shape[2], dtype=torch.float32)
+
+
+@torch.library.custom_op("spec_compile::attention_gathered_v1", mutates_args=())
+def attention_gathered(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    ids: Tensor,
+    count: Tensor,
+    full: Tensor | None,
+    live_ids: Tensor,
+    live_count: Tensor,
+    block_size: int,
+    scale: float,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Lowering of :func:`attention` over a selection to a gather and PyTorch's SDPA, for CPU.
+
+    ``live_ids`` and ``live_count`` are the blocks that were selected from: where all of them are listed, the call is
+    :func:`attention_folded`. ``mask`` may be the result of :func:`fold_mask`.
+    """
+    return _attention_gathered(q, k, v, mask, ids, count, full, live_ids, live_count, block_size, scale, softcap, sinks)
+
+
+@attention_gathered.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, ids: Tensor, count: Tensor, full: Tensor | None, live_ids: Tensor,
+    live_count: Tensor, block_size: int, scale: float, softcap: float = 0.0, sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    _check_attention(q, k, v, mask, sinks)
+    return allocate_output(q, v.shape[3])
 
 
 @torch.library.custom_op("spec_compile::linears_v1", mutates_args=())

@@ -15,7 +15,7 @@ from spec_compile.kernels.tiling import why_not_tiled
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """What a provider may look at: (fake) operands, never data."""
+    """What a provider may look at: (fake) operands, never data. ``selected``: the list comes from ``select_blocks``."""
 
     q: Tensor
     k: Tensor
@@ -24,6 +24,7 @@ class AttentionCall:
     softcap: float
     sinks: bool
     block_size: int = 64
+    selected: bool = False
 
 
 @dataclass(frozen=True)
@@ -36,11 +37,19 @@ class Provider:
 
 
 def _folded_supports(call: AttentionCall) -> str | None:
+    if call.selected:
+        return "a selection of blocks"
     if call.q.dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
         return f"dtype {call.q.dtype}"
     if call.q.device.type not in ("cpu", "cuda", "meta"):
         return f"device {call.q.device.type}"
     return None
+
+
+def _gathered_supports(call: AttentionCall) -> str | None:
+    if not call.selected:
+        return "every live block is read"
+    return None if call.q.device.type == "cpu" else f"device {call.q.device.type}"
 
 
 def _triton_supports(call: AttentionCall) -> str | None:
@@ -65,6 +74,7 @@ def _triton_supports(call: AttentionCall) -> str | None:
 PROVIDERS = (
     Provider("triton", torch.ops.spec_compile.attention_triton_v1.default, _triton_supports),
     Provider("folded", torch.ops.spec_compile.attention_folded_v1.default, _folded_supports),
+    Provider("gathered", torch.ops.spec_compile.attention_gathered_v1.default, _gathered_supports),
 )
 
 assert library.attention_folded is not None

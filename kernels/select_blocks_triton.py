@@ -90,10 +90,10 @@ def _keys(SCORES, head_base, blocks, ids, place, first, end, HEADS: tl.constexpr
     return ordered.to(tl.uint32, bitcast=True), inside
 
 
-@triton.jit(do_not_specialize=["blocks", "sink", "recent", "tokens", "floor", "min_context"])
+@triton.jit(do_not_specialize=["blocks", "sink", "recent", "tokens", "floor"])
 def _contest_kernel(
-    SCORES, IDS, COUNT, FULL, POSITION, OUT_IDS, OUT_COUNT, OUT_FULL, i_b, c_b, f_b, p_b,
-    blocks, block_size, sink, recent, tokens, floor, min_context,
+    SCORES, IDS, COUNT, FULL, POSITION, GATE, OUT_IDS, OUT_COUNT, OUT_FULL, i_b, c_b, f_b, p_b,
+    blocks, block_size, sink, recent, tokens, floor,
     HEADS: tl.constexpr, JOINT: tl.constexpr, POOLED: tl.constexpr, CHUNK: tl.constexpr, SHARE: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(1).to(tl.int64)
@@ -119,7 +119,7 @@ def _contest_kernel(
     else:
         kept = tl.floor((length - floor).to(tl.float64) * SHARE + floor).to(tl.int32)
         budget = tl.where(length <= floor, live, tl.maximum(kept // block_size, 0))
-    budget = tl.where(length < min_context, live, budget)
+    budget = tl.where(length < tl.load(GATE), live, budget)
     if JOINT:
         own = 0
         heads = HEADS
@@ -210,13 +210,33 @@ def why_not(q: Tensor, summary: Tensor, query: str, aggregate: str) -> str | Non
     return None
 
 
+def _scores(q: Tensor, summary: Tensor, blocks: int, scale: float, query: str, aggregate: str) -> Tensor:
+    """Score of every block, float32 ``[B, Hkv, NB]``; those of blocks outside the contest mean nothing."""
+    batch, heads, rows, dim = q.shape
+    kv_heads = summary.shape[1]
+    group = heads // kv_heads
+    picked = {"first": 1, "first_last": 2, "all": rows, "mean": 1}[query]
+    tile = 64
+    scores = q.new_empty(batch, kv_heads, blocks, dtype=torch.float32)
+    _score_kernel[(triton.cdiv(blocks, tile), kv_heads, batch)](
+        q, summary, scores, *q.stride(), *summary.stride(), rows, blocks, scale,
+        KV_HEADS=kv_heads, GROUP=group, D=dim, BD=max(16, triton.next_power_of_2(dim)),
+        M=max(16, triton.next_power_of_2(group * picked)), BN=tile,
+        QUERY={"first": 0, "first_last": 1, "all": 2, "mean": 3}[query], BOUNDS=summary.shape[3] == 2,
+        MEAN=aggregate == "mean", WIDE=query == "mean" and q.dtype != torch.float32,
+    )  # fmt: skip
+    return scores
+
+
 def select_blocks_triton(
     q: Tensor,
-    summary: Tensor,
+    summary: Tensor | None,
+    scores: Tensor | None,
     ids: Tensor,
     count: Tensor,
     full: Tensor,
     position: Tensor,
+    gate: Tensor,
     block_size: int,
     scale: float,
     query: str,
@@ -228,36 +248,28 @@ def select_blocks_triton(
     tokens: int,
     share: float,
     floor: int,
-    min_context: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Same arguments and results as :func:`spec_compile.kernels.library.select_blocks`, where :func:`why_not` is None."""
-    batch, q_heads, rows, dim = q.shape
-    kv_heads, blocks = summary.shape[1], ids.shape[2]
-    group = q_heads // kv_heads
-    picked = {"first": 1, "first_last": 2, "all": rows, "mean": 1}[query]
-    bounds = summary.shape[3] == 2
+    batch, blocks = q.shape[0], ids.shape[2]
+    given = summary if scores is None else scores
+    assert given is not None
+    kv_heads = given.shape[1]
     ids, count, full, position = (x.contiguous() for x in (ids, count, full, position))
-    scores = q.new_empty(batch, kv_heads, blocks, dtype=torch.float32)
     out_ids = ids.new_empty(batch, kv_heads, blocks)
     out_count = count.new_empty(batch, kv_heads)
     out_full = full.new_empty(batch, kv_heads, blocks)
-    rows_tile, tile = max(16, triton.next_power_of_2(group * picked)), 64
     chunk = min(_MAX_CHUNK, max(256, triton.next_power_of_2(blocks)))
 
     def step(x: Tensor) -> int:
         return 0 if x.shape[0] == 1 else x.stride(0)
 
     with torch.cuda.device_of(q):
-        _score_kernel[(triton.cdiv(blocks, tile), kv_heads, batch)](
-            q, summary, scores, *q.stride(), *summary.stride(), rows, blocks, scale,
-            KV_HEADS=kv_heads, GROUP=group, D=dim, BD=max(16, triton.next_power_of_2(dim)),
-            M=rows_tile, BN=tile,
-            QUERY={"first": 0, "first_last": 1, "all": 2, "mean": 3}[query], BOUNDS=bounds, MEAN=aggregate == "mean",
-            WIDE=query == "mean" and q.dtype != torch.float32,
-        )  # fmt: skip
+        if scores is None:
+            assert summary is not None
+            scores = _scores(q, summary, blocks, scale, query, aggregate)
         _contest_kernel[(1 if joint else kv_heads, batch)](
-            scores, ids, count, full, position, out_ids, out_count, out_full, step(ids), step(count), step(full), step(position),
-            blocks, block_size, sink, recent, tokens, floor, min_context,
+            scores.contiguous(), ids, count, full, position, gate, out_ids, out_count, out_full, step(ids), step(count), step(full), step(position),
+            blocks, block_size, sink, recent, tokens, floor,
             HEADS=kv_heads, JOINT=joint, POOLED=heads == "pooled", CHUNK=chunk, SHARE=share, num_warps=8 if chunk > 1024 else 4,
         )  # fmt: skip
     return out_ids, out_count, out_full

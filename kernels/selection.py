@@ -77,14 +77,14 @@ def block_scores(q: Tensor, summary: Tensor, scale: float, query: str, candidate
     return scores.amax(2)
 
 
-def budget_in_blocks(live: Tensor, block_size: int, tokens: int, share: float, floor: int, min_context: int) -> Tensor:
+def budget_in_blocks(live: Tensor, block_size: int, tokens: int, share: float, floor: int, gate: Tensor) -> Tensor:
     """Blocks that the contest may keep, int64 ``[B]``; the number of live blocks or more means all.
 
     Args:
         live: live blocks, ``[B]``; a context of L tokens counts as ``L = live * block_size``.
         tokens: a fixed budget, or 0 for ``share``.
         share, floor: rho and L0 of the paper's law: all up to L0 tokens, else ``floor((L - L0) * rho + L0)`` tokens.
-        min_context: all blocks where L is below it.
+        gate: int64 ``[1]``; all blocks where L is below it.
     """
     length = live.long() * block_size
     if tokens > 0:
@@ -93,16 +93,18 @@ def budget_in_blocks(live: Tensor, block_size: int, tokens: int, share: float, f
         # In float64, where tokens * rho is exact enough for floor.
         kept = (((length - floor).double() * share + floor).floor().long() // block_size).clamp(min=0)
         kept = torch.where(length <= floor, live.long(), kept)
-    return torch.where(length < min_context, live.long(), kept)
+    return torch.where(length < gate, live.long(), kept)
 
 
 def select_blocks_reference(
     q: Tensor,
-    summary: Tensor,
+    summary: Tensor | None,
+    scores: Tensor | None,
     ids: Tensor,
     count: Tensor,
     full: Tensor,
     position: Tensor,
+    gate: Tensor,
     block_size: int,
     scale: float,
     query: str,
@@ -114,10 +116,11 @@ def select_blocks_reference(
     tokens: int,
     share: float,
     floor: int,
-    min_context: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See :func:`spec_compile.kernels.library.select_blocks`."""
-    batch, kv_heads, blocks = q.shape[0], summary.shape[1], ids.shape[-1]
+    given = summary if scores is None else scores
+    assert given is not None
+    batch, kv_heads, blocks = q.shape[0], given.shape[1], ids.shape[-1]
     ids, full, live = (x.expand(batch, *x.shape[1:])[:, 0] for x in (ids, full, count))
     live = live.long()
     place = torch.arange(blocks, device=q.device)
@@ -127,12 +130,16 @@ def select_blocks_reference(
     open_to_contest = listed & committed & (place >= sink) & (place < live[:, None] - recent)
     for_block = torch.zeros(batch, blocks + 1, dtype=torch.bool, device=q.device)
     for_block.scatter_(1, torch.where(listed, ids.long(), blocks), open_to_contest)
-    scores = block_scores(q, summary, scale, query, for_block[:, :blocks], aggregate)
+    if scores is None:
+        assert summary is not None
+        scores = block_scores(q, summary, scale, query, for_block[:, :blocks], aggregate)
+    else:
+        scores = scores.masked_fill(~for_block[:, None, :blocks] | scores.isnan(), -torch.inf)
     if heads == "pooled":
         scores = scores.mean(1, keepdim=True).expand(-1, kv_heads, -1)
     by_place = scores.gather(2, ids.clamp(min=0).long()[:, None].expand(-1, kv_heads, -1))
     by_place = by_place.masked_fill(~open_to_contest[:, None], -torch.inf)
-    budget = budget_in_blocks(live, block_size, tokens, share, floor, min_context)
+    budget = budget_in_blocks(live, block_size, tokens, share, floor, gate)
     won = _winners(by_place, open_to_contest, budget, joint)
     kept = won | (listed & ~open_to_contest)[:, None]
     return _pack(kept, ids, full)

@@ -10,7 +10,20 @@ from spec_compile.passes import (
     detect_attention,
     fuse_linears,
     lower_attention,
+    plan_reuse,
     share_mask_work,
+    share_selection,
+    sparsify_attention,
 )
 
-__all__ = ["canonicalize", "check_rewrite", "detect_attention", "fuse_linears", "lower_attention", "share_mask_work"]
+__all__ = [
+    "canonicalize",
+    "check_rewrite",
+    "detect_attention",
+    "fuse_linears",
+    "lower_attention",
+    "plan_reuse",
+    "share_mask_work",
+    "share_selection",
+    "sparsify_attention",
+]

@@ -65,7 +65,9 @@ class PassReport:
 class PassContext:
     """Inputs of a run that passes may read.
 
-    ``attentions`` (matches and rejections) and ``emitted`` (the calls that replaced the matches) are filled by the detector.
+    ``attentions`` (matches and rejections) and ``emitted`` (the calls that replaced the matches) are filled by the detector,
+    ``roles`` (one per attention) by the plan stage, ``state`` by passes that add inputs to the graph. ``sparsity`` is the plan
+    for attention, or None for exact.
     """
 
     max_q_len: int = 32
@@ -74,6 +76,9 @@ class PassContext:
     need_static_cache: bool = False
     attentions: list[Any] = field(default_factory=list)
     emitted: list[Node] = field(default_factory=list)
+    sparsity: Any = None
+    roles: list[Any] = field(default_factory=list)
+    state: list[Any] = field(default_factory=list)
 
 
 class Pass:

@@ -24,7 +24,8 @@ from torch.fx import GraphModule, Node
 from spec_compile.passes.attention_match import AttentionMatch, check_shared_outputs, find_anchors, match_attention
 from spec_compile.passes.base import Pass, PassContext, PassReport, Rejection, Stage, erase_unused, register_pass
 from spec_compile.passes.cache_reads import CacheOperand
-from spec_compile.passes.nodes import ancestors, aten, fake_mode, hint, same, shape, tensor, value, writes_by_root
+from spec_compile.passes.emit import Emitter
+from spec_compile.passes.nodes import ancestors, aten, hint, same, shape, tensor, writes_by_root
 from spec_compile.passes.scores import MaskTerm
 
 
@@ -45,42 +46,23 @@ class DetectAttention(Pass):
                 continue
             matches.append(found)
             check_shared_outputs(matches)
-            ctx.emitted.append(_replace(gm, found, ctx.block_size))
+            ctx.emitted.append(_replace(found, ctx.block_size))
             report.hits += 1
         return report
 
 
-class _Emitter:
-    """Inserts calls before one node and gives them values and provenance."""
-
-    def __init__(self, gm: GraphModule, before: Node) -> None:
-        self.graph, self.before = gm.graph, before
-
-    def call(self, target: Any, *args: Any) -> Node:
-        with self.graph.inserting_before(self.before):
-            node = self.graph.call_function(target, args)
-        for key in ("nn_module_stack", "stack_trace", "source_fn_stack"):
-            if key in self.before.meta:
-                node.meta[key] = self.before.meta[key]
-        real = torch.fx.map_arg(args, value)
-        with fake_mode(tensor(self.before)):
-            node.meta["val"] = target(*real)
-        node.meta["spec_compile"] = True
-        return node
-
-
-def _replace(gm: GraphModule, match: AttentionMatch, block_size: int) -> Node:
-    emit = _Emitter(gm, match.output)
+def _replace(match: AttentionMatch, block_size: int) -> Node:
+    emit = Emitter(match.output)
     out = tensor(match.output)
     assert out is not None
     query = _query(emit, match)
     if query.meta["val"].dtype != out.dtype:
         query = emit.call(aten.to.dtype, query, out.dtype)
     mask = _mask(emit, match, out.dtype)
-    blocks: tuple[Any, Any, Any] = (None, None, None)
+    blocks: tuple[Node | None, ...] = (None, None, None)
     if mask is not None:
         listed = emit.call(torch.ops.spec_compile.live_blocks_v2.default, mask, block_size)
-        blocks = tuple(emit.call(operator.getitem, listed, i) for i in range(3))  # type: ignore[assignment]
+        blocks = tuple(emit.call(operator.getitem, listed, i) for i in range(3))
     result = emit.call(
         torch.ops.spec_compile.attention_v1.default, query, _cache(emit, match.key), _cache(emit, match.value), mask,
         *blocks, block_size, match.scale, match.softcap, match.sinks,
@@ -92,7 +74,7 @@ def _replace(gm: GraphModule, match: AttentionMatch, block_size: int) -> Node:
     return call
 
 
-def _query(emit: _Emitter, match: AttentionMatch) -> Node:
+def _query(emit: Emitter, match: AttentionMatch) -> Node:
     """q as ``[B, Hq, T, D]``, whatever leading dimensions the model's product had."""
     rank = len(shape(match.query))
     if rank == 3:
@@ -102,13 +84,13 @@ def _query(emit: _Emitter, match: AttentionMatch) -> Node:
     return match.query
 
 
-def _cache(emit: _Emitter, operand: CacheOperand) -> Node:
+def _cache(emit: Emitter, operand: CacheOperand) -> Node:
     if operand.order == (0, 1, 2, 3):
         return operand.base
     return emit.call(aten.permute.default, operand.base, list(operand.order))
 
 
-def _mask(emit: _Emitter, match: AttentionMatch, dtype: torch.dtype) -> Node | None:
+def _mask(emit: Emitter, match: AttentionMatch, dtype: torch.dtype) -> Node | None:
     """One mask operand ``[B|1, 1|Hq, T|1, S]``: bool if every term is, else additive with -inf where hidden."""
     bools: list[Node] = []
     biases: list[Node] = []
@@ -125,14 +107,14 @@ def _mask(emit: _Emitter, match: AttentionMatch, dtype: torch.dtype) -> Node | N
     return emit.call(aten.where.self, keep, bias, hidden)
 
 
-def _fold(emit: _Emitter, nodes: list[Node], target: Any) -> Node | None:
+def _fold(emit: Emitter, nodes: list[Node], target: Any) -> Node | None:
     result: Node | None = None
     for node in nodes:
         result = node if result is None else emit.call(target, result, node)
     return result
 
 
-def _four_d(emit: _Emitter, term: MaskTerm, match: AttentionMatch) -> Node:
+def _four_d(emit: Emitter, term: MaskTerm, match: AttentionMatch) -> Node:
     """Bring a term that broadcasts against scores of ``term.rank`` dimensions to four dimensions."""
     node = term.node
     while len(shape(node)) < term.rank:
@@ -150,7 +132,7 @@ def _four_d(emit: _Emitter, term: MaskTerm, match: AttentionMatch) -> Node:
     return node
 
 
-def _restore_layout(emit: _Emitter, result: Node, match: AttentionMatch) -> Node:
+def _restore_layout(emit: Emitter, result: Node, match: AttentionMatch) -> Node:
     """Give the result the shape, dtype and strides of the value it takes over: later views were traced against those."""
     out = tensor(match.output)
     assert out is not None

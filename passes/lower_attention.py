@@ -2,6 +2,7 @@
 
 Before: ``spec_compile.attention(...)`` (runs the reference). After: the first provider that supports the call, e.g.
 ``spec_compile.attention_folded(...)``. A call that no provider supports keeps the reference, with every reason noted.
+Calls over a selection of blocks run gathered on CPU.
 Layers that share a bool mask and run folded on CPU share its folded form too: ``fold_mask(mask, ...)``, once. A mask that
 Triton kernels read is computed once, behind ``realize_mask(mask)``.
 """
@@ -33,19 +34,21 @@ class LowerAttention(Pass):
             assert q is not None and k is not None and v is not None
             call = AttentionCall(
                 q, k, v, tensor(argument(node, "mask")), argument(node, "softcap"), argument(node, "sinks") is not None,
-                argument(node, "block_size"),
+                argument(node, "block_size"), _selection(node) is not None,
             )  # fmt: skip
             refusals = []
             for provider in PROVIDERS:
-                if ctx.lowering not in ("auto", provider.name):
+                if ctx.lowering not in ("auto", provider.name) and (ctx.lowering, provider.name) != ("folded", "gathered"):
                     continue
                 reason = provider.supports(call)
                 if reason is None:
                     node.target = provider.target
                     chosen[provider.name] += 1
                     report.hits += 1
-                    if provider.name == "folded":
+                    if provider.name in ("folded", "gathered"):
                         _fold_mask(node, call)
+                    if provider.name == "gathered":
+                        _name_live_blocks(node)
                     break
                 refusals.append(f"{provider.name}: {reason}")
             else:
@@ -58,10 +61,25 @@ class LowerAttention(Pass):
         return report
 
 
+_SELECT = torch.ops.spec_compile.select_blocks_v2.default
 _TRITON = torch.ops.spec_compile.attention_triton_v1.default
 _REALIZE_MASK = torch.ops.spec_compile.realize_mask_v1.default
 _FOLD_MASK = torch.ops.spec_compile.fold_mask_v1.default
 _ROWS = torch.ops.aten.sym_size.int
+
+
+def _selection(node: Node) -> Node | None:
+    """The ``select_blocks`` that a call's list comes from, or None."""
+    ids = argument(node, "ids")
+    made = ids.args[0] if isinstance(ids, Node) and ids.target is operator.getitem else None
+    return made if isinstance(made, Node) and made.target is _SELECT else None
+
+
+def _name_live_blocks(node: Node) -> None:
+    """Tell the call which blocks were selected from."""
+    made = _selection(node)
+    assert made is not None
+    node.args = (*node.args[:7], argument(made, "ids"), argument(made, "count"), *node.args[7:])
 
 
 def _realize_masks(gm: GraphModule) -> None:

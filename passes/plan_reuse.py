@@ -1,4 +1,4 @@
-"""Which layers select blocks and which reuse another layer's selection: the plan's words applied to a graph's layers.
+"""PlanReuse: which layers stay dense, which select blocks, and which reuse another layer's selection.
 
 Reuse across layers is the observation of "Accelerate Speculative Decoding with Sparse Computation in Verification" (arXiv
 2512.21911, section 3.3) and of IndexCache; the plan uses the names of vLLM and TensorRT-LLM.
@@ -8,9 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
+
+from torch.fx import GraphModule, Node
 
 from spec_compile.errors import PlanError
+from spec_compile.passes.attention_match import AttentionMatch
+from spec_compile.passes.base import Pass, PassContext, PassReport, Rejection, Stage, register_pass
+from spec_compile.passes.cache_writes import first_row
+from spec_compile.passes.nodes import shape, writes_by_root
 
 
 class ReusePlan(Protocol):
@@ -32,6 +38,60 @@ class ReusePlan(Protocol):
     def dense_first(self) -> int: ...
 
 
+@register_pass("plan_reuse", Stage.PLAN)
+class PlanReuse(Pass):
+    """Give every attention its role under the plan; later passes act on it."""
+
+    def run(self, gm: GraphModule, ctx: PassContext) -> PassReport:
+        report = self.report()
+        if ctx.sparsity is None:
+            return report
+        writes = writes_by_root(gm.graph)
+        kinds, calls = [], iter(ctx.emitted)
+        for ordinal, found in enumerate(ctx.attentions):
+            refused = found if isinstance(found, Rejection) else why_dense(found, next(calls), writes)
+            name = found.layer or f"attention {ordinal}"
+            if refused is None:
+                kinds.append(LayerKind(name, _geometry(found)))
+                continue
+            kinds.append(LayerKind(name, None, refused.reason))
+            if refused is not found:
+                report.rejections.append(Rejection(refused.reason, refused.node, found.layer, refused.source))
+        ctx.roles = assign_roles(ctx.sparsity, kinds)
+        sparse = [role.kind for role in ctx.roles if role.kind != "dense"]
+        report.hits = len(sparse)
+        report.notes = [f"{count} {kind}" for kind in ("anchor", "follower") if (count := sparse.count(kind))]
+        return report
+
+
+def _geometry(match: AttentionMatch) -> Hashable:
+    terms = tuple((term.node, term.kind, term.rank) for term in match.terms)
+    return match.key.kv_heads, str(match.key.kv_len), terms
+
+
+def why_dense(match: AttentionMatch, node: Node, writes: dict[Node, list[Node]]) -> Rejection | None:
+    """Reason why a proven attention, now the call ``node``, cannot read a selection of its blocks, or None."""
+    key = match.key
+    if key.kind != "static":
+        return Rejection(f"block selection needs a static cache, this one is {key.kind}: use spec_compile.VerifyCache", node.name)
+    if key.storage.op != "placeholder" or len(shape(key.storage)) != 4:
+        return Rejection("the K cache is part of a larger tensor, or held by the graph: it cannot be summarized", node.name)
+    if not all(isinstance(size, int) for size in shape(key.storage)):
+        return Rejection("the length or batch of the cache is symbolic: use one cache length", node.name)
+    if not match.terms:
+        return Rejection("no mask: which blocks hold tokens is unknown", node.name)
+    for term in match.terms:
+        if term.kind == "add" and len(shape(term.node)) >= 3 and _per_head(shape(term.node), term.rank):
+            return Rejection("a bias per head (ALiBi) is added to the scores, which block scores would not see", term.node.name)
+    found = first_row(match, node, writes)
+    return found if isinstance(found, Rejection) else None
+
+
+def _per_head(sizes: tuple[Any, ...], rank: int) -> bool:
+    lead = sizes[: rank - 2] if len(sizes) == rank else sizes[: len(sizes) - 2]
+    return any(size != 1 for size in (lead if rank == 3 else lead[1:]))
+
+
 @dataclass(frozen=True)
 class LayerKind:
     """An attention layer as far as reuse is concerned.
@@ -39,12 +99,12 @@ class LayerKind:
     Attributes:
         name: for messages.
         geometry: what must agree before a selection may be shared: KV heads, cache length, mask.
-        rewritten: whether the detector proved it; others stay dense.
+        refusal: why the layer cannot be sparse, whatever the plan says.
     """
 
     name: str
     geometry: Hashable
-    rewritten: bool = True
+    refusal: str = ""
 
 
 @dataclass(frozen=True)
@@ -59,9 +119,9 @@ class Role:
 def assign_roles(plan: ReusePlan, layers: Sequence[LayerKind]) -> list[Role]:
     """Role of every attention layer, in graph order.
 
-    A layer is sparse if it was rewritten, is not excluded, is included where a list says so, and is not among the first
-    ``dense_first``. Of the sparse ones ``index_topk_pattern`` (one letter a
-    layer, F selects, S shares), ``anchors``, or ``index_topk_freq`` f with ``index_skip_topk_offset`` o (layer i where
+    A layer is sparse if it can be, is not excluded, is included where a list says so, and is not among the first
+    ``dense_first``. Of the sparse ones ``index_topk_pattern`` (one letter
+    a layer, F selects, S shares), ``anchors``, or ``index_topk_freq`` f with ``index_skip_topk_offset`` o (layer i where
     ``max(i - o + 1, 0) % f == 0``, o = 1 if not given) name those that select; without any of them all do.
     A layer that should follow selects itself where no earlier selection fits its geometry; its note says so.
 
@@ -104,8 +164,8 @@ def assign_roles(plan: ReusePlan, layers: Sequence[LayerKind]) -> list[Role]:
 
 
 def _why_dense(plan: ReusePlan, index: int, layer: LayerKind) -> str:
-    if not layer.rewritten:
-        return "not rewritten"
+    if layer.refusal:
+        return layer.refusal
     if index < plan.dense_first:
         return f"among the first {plan.dense_first} layers"
     if index in plan.exclude:

@@ -17,8 +17,11 @@ from spec_compile.logs import logger
 from spec_compile.options import Options, disabled
 from spec_compile.passes.base import PassContext
 from spec_compile.passes.nodes import hint
+from spec_compile.passes.state_inputs import StateInput
 from spec_compile.pipeline import run_passes
+from spec_compile.plan import AttentionPlan
 from spec_compile.report import RewriteReport, remember
+from spec_compile.state import SparseSwitch, bind_state
 
 
 def spec_compile_backend(
@@ -40,11 +43,16 @@ def spec_compile_backend(
     return compile_graph(gm, example_inputs, Options.parse(options, mode))
 
 
-def compile_graph(gm: GraphModule, example_inputs: list[Any], options: Options) -> Callable[..., Any]:
-    """Compile one Dynamo graph; always leaves a :class:`RewriteReport` behind."""
+def compile_graph(
+    gm: GraphModule, example_inputs: list[Any], options: Options, switch: SparseSwitch | None = None
+) -> Callable[..., Any]:
+    """Compile one Dynamo graph; always leaves a :class:`RewriteReport` behind.
+
+    ``switch`` turns sparse steps on and off; by default they are on.
+    """
     report = RewriteReport(inputs=len(example_inputs))
     try:
-        return _compile(gm, example_inputs, options, report)
+        return _compile(gm, example_inputs, options, report, switch)
     finally:
         remember(report)
         logger.debug("%s", report)
@@ -52,7 +60,9 @@ def compile_graph(gm: GraphModule, example_inputs: list[Any], options: Options) 
             options.on_report(report)
 
 
-def _compile(gm: GraphModule, example_inputs: list[Any], options: Options, report: RewriteReport) -> Callable[..., Any]:
+def _compile(
+    gm: GraphModule, example_inputs: list[Any], options: Options, report: RewriteReport, switch: SparseSwitch | None
+) -> Callable[..., Any]:
     kind = classify(gm, options.max_q_len)
     report.q_len, report.kv_len = hint(kind.q_len) or 0, hint(kind.kv_len) or 0
     report.dynamic = kind.q_len is not None and not isinstance(kind.q_len, int)
@@ -61,7 +71,7 @@ def _compile(gm: GraphModule, example_inputs: list[Any], options: Options, repor
         return _pass_through(gm, report, refusal, kind, options)
     _check_recompile_limit(options)
     try:
-        rewritten = _rewrite(gm, example_inputs, options, report)
+        rewritten, state = _rewrite(gm, example_inputs, options, report)
     except SpecCompileError:
         raise
     except Exception as error:
@@ -71,8 +81,14 @@ def _compile(gm: GraphModule, example_inputs: list[Any], options: Options, repor
     report.static_inputs = _count_static(rewritten)
     _say_what_happened(report, options)
     if options.codegen == "eager":
-        return rewritten.forward
-    return _inductor(rewritten, example_inputs, options, report)
+        run = rewritten.forward
+    else:
+        run = _inductor(rewritten, example_inputs, options, report)
+    if not state:
+        return run
+    attention = options.plan.attention
+    assert attention is not None
+    return bind_state(run, state, switch or SparseSwitch(attention.min_context))
 
 
 def _why_not(gm: GraphModule, kind: GraphKind, example_inputs: list[Any]) -> str | None:
@@ -109,7 +125,9 @@ def _pass_through(gm: GraphModule, report: RewriteReport, reason: str, kind: Gra
     return gm.forward
 
 
-def _rewrite(gm: GraphModule, example_inputs: list[Any], options: Options, report: RewriteReport) -> GraphModule:
+def _rewrite(
+    gm: GraphModule, example_inputs: list[Any], options: Options, report: RewriteReport
+) -> tuple[GraphModule, list[StateInput]]:
     start = time.perf_counter()
     captured = dynamo_to_aten(gm, example_inputs)
     report.seconds["capture"] = time.perf_counter() - start
@@ -119,11 +137,17 @@ def _rewrite(gm: GraphModule, example_inputs: list[Any], options: Options, repor
         block_size=options.block_size,
         lowering=options.lowering,
         need_static_cache=options.cudagraphs and _on_cuda(example_inputs),
+        sparsity=_sparsity(options),
     )
     keep_code = options.on_report is not None and getattr(options.on_report, "keep_code", False)
     rewritten = run_passes(captured, ctx, report, options.dump, keep_code)
     report.seconds["passes"] = time.perf_counter() - start
-    return rewritten
+    return rewritten, ctx.state
+
+
+def _sparsity(options: Options) -> AttentionPlan | None:
+    attention = options.plan.attention
+    return None if attention is None or attention.exact else attention
 
 
 def _on_cuda(example_inputs: list[Any]) -> bool:
@@ -141,6 +165,9 @@ def _say_what_happened(report: RewriteReport, options: Options) -> None:
         )
     for entry in refused:
         logger.info("%s refused: %s", entry.layer, entry.reason)
+    if report.rewritten and _sparsity(options) is not None and not report.sparse:
+        reasons = "; ".join(dict.fromkeys(entry.role_note for entry in report.rewritten if entry.role_note))
+        _complain(f"plan.attention: no layer is sparse: {reasons}", options)
 
 
 def _complain(text: str, options: Options) -> None:
@@ -179,6 +206,8 @@ def _inductor(gm: GraphModule, example_inputs: list[Any], options: Options, repo
         else:
             report.notes.append("cudagraphs has no effect on CPU")
     start = time.perf_counter()
-    compiled: Any = compile_fx(gm, example_inputs, config_patches=patches or None)
+    # Tensors of ours come last; what they look like is all that is needed here.
+    added = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")[len(example_inputs) :]]
+    compiled: Any = compile_fx(gm, [*example_inputs, *added], config_patches=patches or None)
     report.seconds["codegen"] = time.perf_counter() - start
     return compiled

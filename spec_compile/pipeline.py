@@ -43,7 +43,7 @@ def run_passes(
         raise RewriteDefect(f"the rewrite changed the writes to inputs from {written} to {kept}")
     if keep_code or dump:
         report.after = _code(gm)
-    report.add_attentions(ctx.attentions)
+    report.add_attentions(ctx.attentions, ctx.roles, ctx.sparsity)
     return gm
 
 

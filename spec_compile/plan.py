@@ -63,6 +63,8 @@ class AttentionPlan:
         min_context: live keys below which every block is read; tokens.
         representative: what stands for a block: ``mean``, ``min_max`` or ``exact`` (softmax mass).
         query: which draft rows score: ``first``, ``first_last``, ``all`` or ``mean``.
+        aggregate: over the scoring rows and the query heads of a group: ``max``, ``mean``, or ``softmax`` (mean of their
+            softmaxes over the blocks).
         heads: ``own`` selection per KV head, or ``pooled`` over them.
         joint: one contest over (head, block) pairs instead of one per head.
         index_topk_freq, index_skip_topk_offset, index_topk_pattern, anchors: which layers select and which reuse; give
@@ -80,6 +82,7 @@ class AttentionPlan:
     min_context: int = 0
     representative: str = "mean"
     query: str = "first"
+    aggregate: str = "max"
     heads: str = "own"
     joint: bool = False
     index_topk_freq: int | None = None
@@ -108,6 +111,7 @@ class AttentionPlan:
         for name, allowed in (
             ("representative", ("mean", "min_max", "exact")),
             ("query", ("first", "first_last", "all", "mean")),
+            ("aggregate", ("max", "mean", "softmax")),
             ("heads", ("own", "pooled")),
         ):
             found = getattr(self, name)
@@ -289,13 +293,13 @@ class SparsityPlan:
     def require_supported(self) -> None:
         """
         Raises:
-            PlanNotYetError: the plan approximates something; this version runs exact plans only.
+            PlanNotYetError: the plan approximates FFN or MoE layers; this version approximates attention only.
         """
-        sections = [n for n in ("attention", "ffn", "moe") if (p := getattr(self, n)) is not None and not p.exact]
+        sections = [n for n in ("ffn", "moe") if (p := getattr(self, n)) is not None and not p.exact]
         if sections:
             raise PlanNotYetError(
-                f"plan.{sections[0]} asks for sparsity, which this version does not run yet: only exact plans take effect. "
-                f"Drop the section{'s' if len(sections) > 1 else ''} {', '.join(sections)} to run exactly."
+                f"plan.{sections[0]} asks for sparsity, which this version does not run yet: only plan.attention takes effect. "
+                f"Drop the section{'s' if len(sections) > 1 else ''} {', '.join(sections)}."
             )
 
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import collections
 import textwrap
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 
+from spec_compile.kernels.selection import budget_in_blocks
 from spec_compile.passes.attention_match import AttentionMatch
 from spec_compile.passes.base import PassReport, Rejection
 from spec_compile.passes.nodes import hint, tensor
+from spec_compile.passes.plan_reuse import Role
+from spec_compile.passes.sparsify_attention import PARTS, budget_words
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,10 @@ class AttentionEntry:
         cache, write: ``static``, ``growing`` or ``rolling``, and the operator that writes it.
         softcap, sinks, masked: what else takes part.
         kv_bytes: bytes of K and V that the cache of this layer holds (all ``kv_len`` slots).
+        role: ``dense``, ``anchor`` (selects blocks) or ``follower`` of the layer ``follows``; "" without a sparse plan.
+        role_note: why it has that role, where the plan does not say it.
+        blocks, live_blocks: blocks read of live ones in a full cache (per KV head; the mean where heads compete).
+        sparse_bytes: bytes of K and V read from a full cache in a sparse step, and of summaries read to select.
     """
 
     layer: str
@@ -46,9 +53,15 @@ class AttentionEntry:
     sinks: bool = False
     masked: bool = False
     kv_bytes: int = 0
+    role: str = ""
+    role_note: str = ""
+    follows: str = ""
+    blocks: int = 0
+    live_blocks: int = 0
+    sparse_bytes: int = 0
 
     @classmethod
-    def of(cls, found: AttentionMatch | Rejection, ordinal: int) -> AttentionEntry:
+    def of(cls, found: AttentionMatch | Rejection, ordinal: int, role: Any = None, plan: Any = None) -> AttentionEntry:
         if isinstance(found, Rejection):
             layer = found.layer or f"attention {ordinal}"
             return cls(layer, "refused", found.reason, found.node, found.source or "")
@@ -60,8 +73,29 @@ class AttentionEntry:
             found.layer or f"attention {ordinal}", "rewritten", anchor=found.kind, heads=found.heads,
             kv_heads=key.kv_heads, head_dim=key.head_dim, v_head_dim=value.head_dim, kv_len=length, cache=key.kind,
             write=key.write, softcap=found.softcap, sinks=found.sinks is not None, masked=bool(found.terms),
-            kv_bytes=size,
+            kv_bytes=size, **_sparsity(found, role, plan, length, size),
         )  # fmt: skip
+
+
+def _sparsity(match: AttentionMatch, role: Role | None, plan: Any, length: int, size: int) -> dict[str, Any]:
+    """What the plan makes of an attention over a full cache of ``length`` tokens."""
+    if role is None:
+        return {}
+    said = {"role": role.kind, "role_note": role.note}
+    live = -(-length // plan.block_size)
+    if role.kind == "dense":
+        return {**said, "sparse_bytes": size}
+    tokens, share, floor = budget_words(plan)
+    gate = torch.full((1,), plan.min_context, dtype=torch.int64)
+    budget = int(budget_in_blocks(torch.tensor([live]), plan.block_size, tokens, share, floor, gate))
+    kept = min(live, budget + min(plan.sink + plan.recent, live))
+    read = size * min(1.0, kept * plan.block_size / max(1, length))
+    if role.kind == "anchor" and plan.representative == "exact":
+        read += size * match.key.head_dim / (match.key.head_dim + match.value.head_dim)
+    elif role.kind == "anchor":
+        share_of_keys = match.key.head_dim / (match.key.head_dim + match.value.head_dim)
+        read += size * share_of_keys * PARTS[plan.representative] / plan.block_size
+    return {**said, "blocks": kept, "live_blocks": live, "sparse_bytes": round(read)}
 
 
 @dataclass
@@ -101,8 +135,17 @@ class RewriteReport:
     def refused(self) -> list[AttentionEntry]:
         return [entry for entry in self.attentions if entry.status == "refused"]
 
-    def add_attentions(self, found: list[Any]) -> None:
-        self.attentions = [AttentionEntry.of(item, ordinal) for ordinal, item in enumerate(found)]
+    @property
+    def sparse(self) -> list[AttentionEntry]:
+        return [entry for entry in self.attentions if entry.role in ("anchor", "follower")]
+
+    def add_attentions(self, found: list[Any], roles: list[Role], plan: Any) -> None:
+        given: list[Role | None] = [*roles] or [None] * len(found)
+        entries = [AttentionEntry.of(item, place, role, plan) for place, (item, role) in enumerate(zip(found, given))]
+        for place, role in enumerate(roles):
+            if role.anchor is not None:
+                entries[place] = replace(entries[place], follows=entries[role.anchor].layer)
+        self.attentions = entries
 
     def code(self, which: str = "after") -> str:
         """The graph as Python, ``before`` or ``after`` the passes (kept by ``explain`` and under ``dump``)."""
@@ -120,6 +163,8 @@ class RewriteReport:
             "attentions_rewritten": len(self.rewritten),
             "attentions_refused": len(self.refused),
             "kv_bytes": sum(entry.kv_bytes for entry in self.attentions),
+            "attentions_sparse": len(self.sparse),
+            "sparse_bytes": sum(entry.sparse_bytes for entry in self.attentions),
             "attentions": [asdict(entry) for entry in self.attentions],
             "passes": [
                 {
@@ -134,6 +179,19 @@ class RewriteReport:
             "notes": self.notes,
             "torch": torch.__version__,
         }  # fmt: skip
+
+    def _sparse_lines(self) -> list[str]:
+        read = sum(entry.sparse_bytes for entry in self.attentions)
+        held = sum(entry.kv_bytes for entry in self.attentions)
+        lines = [f"  sparse layers {len(self.sparse)} of {len(self.attentions)}; in a full cache a step reads"]
+        lines.append(f"    {read / 1e6:.1f} MB of {held / 1e6:.1f} MB of K and V ({read / max(1, held):.1%}), summaries included")
+        for entry in self.attentions:
+            if not entry.role:
+                continue
+            what = {"anchor": "selects", "dense": "dense"}.get(entry.role) or f"follows {entry.follows}"
+            kept = f", {entry.blocks} of {entry.live_blocks} blocks" if entry.role != "dense" else ""
+            lines.append(f"    {entry.layer}: {what}{kept}" + (f" ({entry.role_note})" if entry.role_note else ""))
+        return lines
 
     def __str__(self) -> str:
         rows = f"{self.q_len} (dynamic)" if self.dynamic else f"{self.q_len}"
@@ -158,6 +216,8 @@ class RewriteReport:
         if self.rewritten:
             held = sum(entry.kv_bytes for entry in self.attentions)
             lines.append(f"  K and V of the whole cache {held / 1e6:.1f} MB; only live blocks of it are read each step")
+        if any(entry.role for entry in self.attentions):
+            lines += self._sparse_lines()
         if self.inputs:
             lines.append(f"  inputs {self.inputs}, static {self.static_inputs}")
         if self.seconds:

@@ -16,8 +16,8 @@ from spec_compile.backend import compile_graph
 from spec_compile.errors import CacheError, OptionsError, SpecCompileError
 from spec_compile.logs import logger
 from spec_compile.options import Options, disabled
-from spec_compile.plan import PlanNotYetError
 from spec_compile.report import RewriteReport
+from spec_compile.state import SparseSwitch
 from spec_compile.step_graph import StepGraph, why_not_captured
 
 
@@ -69,6 +69,8 @@ class VerifyFunction:
         self.model, self.cache, self.draft_len = model, cache, draft_len
         self.reports: list[RewriteReport] = []
         self._sink = options.on_report
+        attention = options.plan.attention
+        self._switch = None if attention is None or attention.exact else SparseSwitch(attention.min_context)
         self._step_graph: StepGraph | None = None
         self._capture = options.cudagraphs and not disabled()
         if self._capture and (reason := why_not_captured(model, cache)) is not None:
@@ -81,7 +83,7 @@ class VerifyFunction:
             self._run = torch.compile(run, backend=self._backend, fullgraph=True)
 
     def _backend(self, gm: Any, example_inputs: list[Any]) -> Callable[..., Any]:
-        return compile_graph(gm, example_inputs, self._options)
+        return compile_graph(gm, example_inputs, self._options, self._switch)
 
     def _keep(self, report: RewriteReport) -> None:
         self.reports.append(report)
@@ -103,15 +105,19 @@ class VerifyFunction:
             position_ids: int64 ``[B, T]``; default continues the cache (per row, if a 2-D mask is given).
             attention_mask: None; 2-D ``[B, held + T]`` with 0 for padding; 4-D bool or additive
                 ``[B|1, 1|Hq, T, S]`` over all S cache slots (trees); or a dict of 4-D masks by layer type.
-            sparse: True or False picks the mode of this step; only exact steps exist in this version.
+            sparse: True or False picks the mode of this step; default: sparse if the plan is. Both modes run the same graphs
+                over the same cache.
 
         Returns:
             Logits ``[B, T, V]``.
 
         Raises:
-            OptionsError: wrong shapes or too many rows; CacheError: the cache is too short; PlanNotYetError: ``sparse=True``.
+            OptionsError: wrong shapes, too many rows, or ``sparse=True`` without a sparse plan.
+            CacheError: the cache is too short.
         """
         rows = self._check(input_ids, sparse)
+        if self._switch is not None:
+            self._switch.set(sparse is not False)
         if self._capture and position_ids is None and attention_mask is None:
             if self._step_graph is None:
                 self._step_graph = StepGraph(self._run, self.model, self.cache, input_ids.shape[0], self.draft_len + 1)
@@ -145,8 +151,8 @@ class VerifyFunction:
             ) from error
 
     def _check(self, input_ids: Tensor, sparse: bool | None) -> int:
-        if sparse:
-            raise PlanNotYetError("sparse=True: this version runs exact steps only; pass sparse=None or False")
+        if sparse and self._switch is None:
+            raise OptionsError("sparse=True needs a plan: compile_verify(model, cache, plan=SparsityPlan(attention=...))")
         if input_ids.dim() != 2 or input_ids.dtype not in (torch.int64, torch.int32):
             raise OptionsError(f"input_ids must be int64 [B, T], got {input_ids.dtype} {list(input_ids.shape)}")
         batch, rows = input_ids.shape

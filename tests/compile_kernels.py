@@ -89,8 +89,8 @@ def selection() -> None:
         build(f"block scores {kind} {query}", select_blocks_triton._score_kernel, {"Q": kind, "SUMMARY": kind, "SCORES": "fp32"},
               constants)  # fmt: skip
     pointers = {
-        "SCORES": "fp32", "IDS": "i32", "COUNT": "i32", "FULL": "u8", "POSITION": "i64", "OUT_IDS": "i32", "OUT_COUNT": "i32",
-        "OUT_FULL": "u8",
+        "SCORES": "fp32", "IDS": "i32", "COUNT": "i32", "FULL": "u8", "POSITION": "i64", "GATE": "i64", "OUT_IDS": "i32",
+        "OUT_COUNT": "i32", "OUT_FULL": "u8",
     }  # fmt: skip
     for joint in (False, True):
         for pooled in (False, True):

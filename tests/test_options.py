@@ -112,8 +112,8 @@ def test_plans(tmp_path: Path) -> None:
     assert Options.parse({"plan": None}).plan == SparsityPlan()
     with pytest.raises(PlanError, match=r"plan\.attention: unknown key"):
         Options.parse({"plan": {"attention": {"x": 1}}})
-    with pytest.raises(PlanNotYetError, match=r"plan\.attention"):
-        Options.parse({"plan": {"attention": {"budget": 64}}})
+    with pytest.raises(PlanNotYetError, match=r"plan\.ffn"):
+        Options.parse({"plan": {"ffn": {"budget": 0.5}}})
 
 
 def test_dump_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -283,19 +283,24 @@ def test_exact_plans_are_supported(plan: SparsityPlan) -> None:
     plan.require_supported()
 
 
+@pytest.mark.parametrize("budget", [64, 0.1, 1.0])
+def test_sparse_attention_is_supported(budget: float) -> None:
+    plan = SparsityPlan(AttentionPlan(budget=budget))
+    assert not plan.exact
+    plan.require_supported()
+
+
 @pytest.mark.parametrize(
     ("plan", "sections"),
     [
-        (SparsityPlan(AttentionPlan(budget=2048)), ["attention"]),
-        (SparsityPlan(AttentionPlan(budget=1.0)), ["attention"]),
         (SparsityPlan(ffn=FfnPlan(threshold="auto")), ["ffn"]),
         (SparsityPlan(ffn=FfnPlan(budget=0.5)), ["ffn"]),
         (SparsityPlan(moe=MoePlan(top_k=1)), ["moe"]),
         (SparsityPlan(moe=MoePlan(ratio=0.0)), ["moe"]),
-        (SparsityPlan(AttentionPlan(budget=64), FfnPlan(threshold=0.1), MoePlan(top_k=1)), ["attention", "ffn", "moe"]),
+        (SparsityPlan(AttentionPlan(budget=64), FfnPlan(threshold=0.1), MoePlan(top_k=1)), ["ffn", "moe"]),
     ],
 )
-def test_sparse_plans_are_not_supported_yet(plan: SparsityPlan, sections: list[str]) -> None:
+def test_sparse_ffn_and_moe_plans_are_not_supported_yet(plan: SparsityPlan, sections: list[str]) -> None:
     assert not plan.exact
     with pytest.raises(PlanNotYetError) as caught:
         plan.require_supported()

@@ -348,9 +348,9 @@ def test_bad_calls_name_the_argument_and_change_nothing(ids: torch.Tensor, more:
     assert verify.reports == []
 
 
-def test_sparse_steps_do_not_exist_yet() -> None:
+def test_sparse_steps_need_a_plan() -> None:
     verify = llama_verify()
-    with pytest.raises(PlanNotYetError, match="sparse=True: this version runs exact steps only; pass sparse=None or False"):
+    with pytest.raises(OptionsError, match="sparse=True needs a plan"):
         verify(tokens(5, 0, 2), sparse=True)
     verify(tokens(5, 0, 2), sparse=False)
     assert verify.cache.length == 5
@@ -435,8 +435,8 @@ def test_bad_options_and_plans() -> None:
             call(model, cache, graphs=True)
         with pytest.raises(PlanError, match=r"plan\.attention: unknown key"):
             call(model, cache, plan={"attention": {"x": 1}})
-        with pytest.raises(PlanNotYetError, match=r"plan\.attention"):
-            call(model, cache, plan={"attention": {"budget": 64}})
+        with pytest.raises(PlanNotYetError, match=r"plan\.moe"):
+            call(model, cache, plan={"moe": {"top_k": 1}})
     assert compile_verify(model, cache, plan=SparsityPlan())._options.plan.exact
     with pytest.raises(OptionsError, match="drop strict=True"):
         explain(model, cache, strict=True)

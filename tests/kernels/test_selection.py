@@ -43,6 +43,7 @@ class Case:
     summary: Tensor
     lists: tuple[Tensor, Tensor, Tensor]
     position: Tensor
+    scores: Tensor | None = None
 
 
 def case(representative: str = "mean", slots: int = 300, rows: int = 5, heads: int = 6, kv_heads: int = 2, dim: int = 8) -> Case:
@@ -56,10 +57,21 @@ def case(representative: str = "mean", slots: int = 300, rows: int = 5, heads: i
     return Case(q, k, summary, library.live_blocks(mask, BLOCK), torch.tensor(starts))
 
 
+def arguments(c: Case, rule: Rule, block_size: int, scale: float) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Tensors and the rest."""
+    words = {name: value for name, value in vars(rule).items() if name != "min_context"}
+    gate = torch.tensor([rule.min_context])
+    scores = None if c.scores is None else c.scores
+    return (c.q, None if scores is not None else c.summary, scores, *c.lists, c.position, gate), (
+        block_size,
+        scale,
+        *words.values(),
+    )
+
+
 def select(c: Case, rule: Rule, kernel: str = "reference", block_size: int = BLOCK) -> tuple[Tensor, Tensor, Tensor]:
     """By the reference, or by the Triton kernels (in the interpreter where there is no GPU)."""
-    operands = (c.q, c.summary, *c.lists, c.position)
-    rest = (block_size, c.q.shape[3] ** -0.5, *vars(rule).values())
+    operands, rest = arguments(c, rule, block_size, c.q.shape[3] ** -0.5)
     if kernel == "reference":
         return select_blocks_reference(*operands, *rest)
     pytest.importorskip("triton")
@@ -69,7 +81,7 @@ def select(c: Case, rule: Rule, kernel: str = "reference", block_size: int = BLO
     if reason is not None:
         pytest.skip(reason)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    ids, count, full = select_blocks_triton(*(x.to(device) for x in operands), *rest)
+    ids, count, full = select_blocks_triton(*(x if x is None else x.to(device) for x in operands), *rest)
     return ids.cpu(), count.cpu(), full.cpu()
 
 
@@ -185,7 +197,7 @@ def test_a_budget_that_covers_the_context_gives_the_live_lists(rule: Rule, kerne
 
 def test_the_law_of_the_paper() -> None:
     live = torch.tensor([10, 64, 100, 1000])
-    found = budget_in_blocks(live, 64, 0, 0.1, 4096, 0)
+    found = budget_in_blocks(live, 64, 0, 0.1, 4096, torch.zeros(1))
     wanted = [10, 64, math.floor((6400 - 4096) * 0.1 + 4096) // 64, math.floor((64000 - 4096) * 0.1 + 4096) // 64]
     assert found.tolist() == wanted
 
@@ -283,8 +295,8 @@ def test_min_max_scores_bound_every_key() -> None:
 def test_opcheck() -> None:
     c = case()
     for rule in (Rule(), Rule(joint=True, query="all", aggregate="softmax"), Rule(heads="pooled")):
-        args = (c.q, c.summary, *c.lists, c.position, BLOCK, 0.3, *vars(rule).values())
-        torch.library.opcheck(library.select_blocks, args)
+        operands, rest = arguments(c, rule, BLOCK, 0.3)
+        torch.library.opcheck(library.select_blocks, (*operands, *rest))
 
 
 @pytest.mark.parametrize(
@@ -296,7 +308,8 @@ def test_bad_words_fail_while_tracing(change: dict[str, Any], text: str) -> None
     c = case()
     with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(RuntimeError, match=text):
         rule = replace(Rule(), **change)
-        library.select_blocks(c.q, c.summary, *c.lists, c.position, BLOCK, 0.3, *vars(rule).values())
+        operands, rest = arguments(c, rule, BLOCK, 0.3)
+        library.select_blocks(*operands, *rest)
 
 
 def test_what_the_kernels_leave_to_the_reference() -> None:

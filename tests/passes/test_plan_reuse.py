@@ -63,7 +63,7 @@ def test_geometries_do_not_share() -> None:
 
 def test_a_refused_layer_stays_dense() -> None:
     given = layers(4)
-    given[1] = dataclasses.replace(given[1], rewritten=False)
+    given[1] = dataclasses.replace(given[1], refusal="not rewritten")
     roles = assign_roles(AttentionPlan(index_topk_freq=4), given)
     assert [role.kind for role in roles] == ["anchor", "dense", "follower", "follower"]
     assert roles[1].note == "not rewritten"

@@ -1,0 +1,137 @@
+"""State that outlives a step: block summaries of caches, and the switch between sparse and exact steps.
+
+Summaries are looked up by cache tensor at call time: graphs of different T share them, several caches run through one graph,
+and they go when the cache goes. Writes that were not ours are noticed twice: by the tensors' version counters here, and on the
+device, where each step compares the newest summary with its keys (:func:`spec_compile.kernels.library.block_summary_`).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from spec_compile.errors import CacheError
+from spec_compile.passes.state_inputs import StateInput
+
+# More tokens than any cache holds: every block is kept.
+_NEVER = 1 << 62
+
+
+class SparseSwitch:
+    """Whether steps of one compiled function are sparse, as a number on the device that its graphs read.
+
+    Args:
+        min_context: live tokens below which sparse steps, too, read every block.
+    """
+
+    def __init__(self, min_context: int) -> None:
+        self.min_context, self.sparse = min_context, True
+        self._gates: dict[torch.device, Tensor] = {}
+
+    def set(self, sparse: bool) -> None:
+        """Takes effect for the calls that follow on each device's current stream; no graph is compiled or captured anew."""
+        if sparse != self.sparse:
+            self.sparse = sparse
+            for gate in self._gates.values():
+                gate.fill_(self._value)
+
+    @property
+    def _value(self) -> int:
+        return self.min_context if self.sparse else _NEVER
+
+    def gate(self, device: torch.device) -> Tensor:
+        """int64 ``[1]``: contexts of fewer tokens are read whole."""
+        if device not in self._gates:
+            with torch.inference_mode(False):
+                self._gates[device] = torch.full((1,), self._value, dtype=torch.int64, device=device)
+        return self._gates[device]
+
+
+class BlockSummaries:
+    """Summaries of the K caches of all anchors of one plan, and how many blocks of them hold."""
+
+    def __init__(self, keys: Sequence[Tensor], summaries: Sequence[StateInput], valid: StateInput) -> None:
+        self._keys = [weakref.ref(k) for k in keys]
+        with torch.inference_mode(False):
+            self.summaries = [torch.zeros(s.shape, dtype=s.dtype, device=s.device) for s in summaries]
+            self.valid = torch.zeros(valid.shape, dtype=valid.dtype, device=valid.device)
+        self._versions: list[int] = []
+
+    def belongs_to(self, keys: Sequence[Tensor]) -> bool:
+        return len(keys) == len(self._keys) and all(held() is k for held, k in zip(self._keys, keys))
+
+    def distrust_if_written(self) -> None:
+        """Before a step: if somebody else wrote the caches since the last one, no summary holds any more."""
+        if self._now() != self._versions:
+            self.valid.zero_()
+
+    def trust(self) -> None:
+        """After a step of ours: what was written until now is accounted for."""
+        self._versions = self._now()
+
+    def _now(self) -> list[int]:
+        # Inference tensors have no version: the comparison on the device is left.
+        keys = [held() for held in self._keys]
+        return [k._version for k in keys if k is not None and not k.is_inference()]
+
+
+_summaries: Any = WeakIdKeyDictionary()
+
+
+def summaries_of(keys: Sequence[Tensor]) -> list[BlockSummaries]:
+    """All summaries kept for any of these K caches."""
+    found: list[BlockSummaries] = []
+    for k in keys:
+        found += (_summaries.get(k) or {}).values()
+    return found
+
+
+def _look_up(keys: Sequence[Tensor], members: Sequence[StateInput], valid: StateInput) -> BlockSummaries:
+    owned = _summaries.setdefault(keys[0], {})
+    signature = (valid.block_size, valid.representative, len(keys), *(id(k) for k in keys))
+    found = owned.get(signature)
+    if found is None or not found.belongs_to(keys):
+        if keys[0].is_cuda and torch.cuda.is_current_stream_capturing():
+            raise CacheError("block summaries of this cache do not exist yet: run one step before capturing it")
+        found = owned[signature] = BlockSummaries(keys, members, valid)
+    return found
+
+
+def bind_state(run: Callable[..., Any], inputs: Sequence[StateInput], switch: SparseSwitch) -> Callable[..., Any]:
+    """``run`` without its added inputs: they are found by the caches among the given ones.
+
+    Args:
+        run: the compiled graph; takes the graph's own inputs, then one tensor for each of ``inputs``.
+        switch: of the compiled function.
+    """
+    groups: dict[tuple[int, ...], tuple[list[StateInput], StateInput]] = {}
+    for need in inputs:
+        if need.kind == "valid":
+            members = [other for other in inputs if other.kind == "summary" and other.caches == need.caches]
+            groups[need.caches] = (members, need)
+
+    def bound(*args: Any) -> Any:
+        held = {caches: _look_up([args[i] for i in caches], *group) for caches, group in groups.items()}
+        capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        extra = []
+        for need in inputs:
+            if need.kind == "gate":
+                extra.append(switch.gate(need.device))
+            elif need.kind == "valid":
+                extra.append(held[need.caches].valid)
+            else:
+                extra.append(held[need.caches].summaries[need.layer])
+        if not capturing:
+            for found in held.values():
+                found.distrust_if_written()
+        result = run(*args, *extra)
+        for found in held.values():
+            found.trust()
+        return result
+
+    return bound
