@@ -158,10 +158,11 @@ def _summarize(gm: GraphModule, ctx: PassContext, anchors: list[Site], positions
         caches = tuple(inputs[site.match.key.storage] for site in group)
         emit = Emitter(group[0].call)
         with fake_mode(k):
-            summary = k.new_empty(batch, heads, blocks, parts, dim)
+            # One value for each input: code generators take inputs of one value for one tensor.
+            values = [k.new_empty(batch, heads, blocks, parts, dim) for _ in group]
             valid = k.new_empty(batch, dtype=torch.int32)
         added = []
-        for layer, site in enumerate(group):
+        for layer, (site, summary) in enumerate(zip(group, values)):
             node = add_input(gm, f"spec_summary_{site.ordinal}", summary)
             ctx.state.append(_state("summary", caches, layer, plan, summary))
             found[site.call] = node
