@@ -1,13 +1,14 @@
 """A whole verify step of an unmodified transformers model on a CUDA device: 8 layers of Llama-3.1-8B and lm_head, bfloat16.
 
     python benchmarks/verify_step.py [--points 1x32768 1x131072 8x32768] [--rows 9 8 1] [--peers sdpa flex] [--profile]
-                                     [--json FILE] [--plot FILE.png]
+                                     [--budget 0.125] [--block-size 64] [--reuse 4] [--json FILE] [--plot FILE.png]
 
 Weights are random; the cache is full up to the rows of the step. ``ours`` is ``sc.compile_verify(model, cache,
 cudagraphs=True)``; peers are ``torch.compile(model, mode="reduce-overhead")`` over a StaticCache with attn_implementation
 ``sdpa`` and ``flex_attention`` (the latter a peer in speed only: with a StaticCache its mask is wrong for T > 1). Times are
 medians in milliseconds: ``step`` between two events around the call, ``wall`` on the host up to the finished step, ``host``
-what the call costs the host besides the replay. ``limit`` is the time to read weights, K and V once at 4.3 TB/s.
+what the call costs the host besides the replay. ``limit`` is the time to read weights, K and V once at 4.3 TB/s. With
+``--budget`` (tokens, or a share of the live keys) a path ``sparse`` runs the same model under that plan.
 """
 
 from __future__ import annotations
@@ -119,14 +120,29 @@ def kernels_us(step: Callable[[], Any], back: Callable[[], None]) -> list[tuple[
         if event.device_type == torch.autograd.DeviceType.CUDA:
             count[event.name] += 1
             spent[event.name] += event.device_time
-    return [(name[:90], count[name], us) for name, us in spent.most_common(30)]
+    return [(name[:90], count[name], us) for name, us in spent.most_common()]
 
 
-def ours(model: Any, batch: int, rows: int, slots: int, profile: bool) -> dict[str, Any]:
+KINDS = (
+    ("selection", ("_score_kernel", "_contest_kernel", "_summary_kernel")),
+    ("attention", ("_split_kernel", "_reduce_kernel")),
+    ("projections", ("_linears_kernel", "gemm", "nvjet", "cutlass", "cublas", "splitK")),
+)
+
+
+def shares(kernels: list[tuple[str, int, float]]) -> dict[str, float]:
+    """Microseconds by kind of kernel."""
+    found = dict.fromkeys([kind for kind, _ in KINDS] + ["rest"], 0.0)
+    for name, _, us in kernels:
+        found[next((kind for kind, words in KINDS if any(word in name for word in words)), "rest")] += us
+    return found
+
+
+def ours(model: Any, batch: int, rows: int, slots: int, profile: bool, plan: Any = None) -> dict[str, Any]:
     cache = sc.VerifyCache(model, max_len=slots - SLACK, batch=batch)
     length = slots - rows - SLACK
     fill(cache, length)
-    verify = sc.compile_verify(model, cache, draft_len=rows - 1, cudagraphs=True, strict=True)
+    verify = sc.compile_verify(model, cache, draft_len=rows - 1, plan=plan, cudagraphs=True, strict=True)
     ids = torch.randint(0, 128256, (batch, rows), device="cuda")
 
     def back() -> None:
@@ -140,6 +156,7 @@ def ours(model: Any, batch: int, rows: int, slots: int, profile: bool) -> dict[s
     result["host_us"] = host_us(verify, ids)
     if profile:
         result["kernels"] = kernels_us(lambda: verify(ids), back)
+        result["shares_us"] = shares(result["kernels"])
     return result
 
 
@@ -193,6 +210,12 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
+def _save(path: Path | None, card: str, layers: int, rows: list[dict[str, Any]]) -> None:
+    if path is not None:
+        payload = {"card": card, "torch": torch.__version__, "layers": layers, "rows": rows}
+        path.write_text(json.dumps(payload, indent=2), encoding="utf-8")
+
+
 def point(text: str) -> tuple[int, int]:
     batch, slots = text.split("x")
     return int(batch), int(slots)
@@ -204,6 +227,10 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[9, 8, 1])
     parser.add_argument("--peers", nargs="*", default=["sdpa", "flex"], choices=["sdpa", "flex"])
     parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--budget", type=lambda text: float(text) if "." in text else int(text), help="also run this sparse plan")
+    parser.add_argument("--block-size", type=int, default=64)
+    parser.add_argument("--reuse", type=int, default=4, help="layers that share one selection")
+    parser.add_argument("--query", default="all", choices=["first", "first_last", "all", "mean"])
     parser.add_argument("--bandwidth", type=float, default=4.3e12, help="bytes per second for the limit")
     parser.add_argument("--profile", action="store_true", help="also list our kernels by device time")
     parser.add_argument("--json", type=Path)
@@ -216,14 +243,22 @@ def main() -> None:
         f"{'path':<6} {'B':>2} {'T':>3} {'S':>7} {'limit':>6} {'step':>7} {'wall':>7} {'share':>6} {'host us':>7} {'compile':>8}"
     )
     rows: list[dict[str, Any]] = []
-    for path in ["ours", *args.peers]:
+    plan = None
+    if args.budget is not None:
+        plan = sc.SparsityPlan(
+            attention=sc.AttentionPlan(
+                budget=args.budget, block_size=args.block_size, query=args.query, index_topk_freq=args.reuse
+            )
+        )  # fmt: skip
+    for path in ["ours", *(["sparse"] if plan else []), *args.peers]:
         model = build("flex_attention" if path == "flex" else "sdpa", args.layers)
         for batch, slots in args.points:
             for count in args.rows:
                 try:
-                    found = (
-                        ours(model, batch, count, slots, args.profile) if path == "ours" else peer(model, batch, count, slots)
-                    )  # fmt: skip
+                    if path in ("ours", "sparse"):
+                        found = ours(model, batch, count, slots, args.profile, plan if path == "sparse" else None)
+                    else:
+                        found = peer(model, batch, count, slots)
                 except Exception as error:
                     print(
                         f"{path:<6} {batch:>2} {count:>3} {slots:>7} failed: {error!r:.150}",
@@ -238,15 +273,15 @@ def main() -> None:
                     f"{limit / found['step_ms']:>6.1%} {host} {found['compile_s']:>6.1f} s",
                     flush=True,
                 )
-                for name, launches, us in found.get("kernels", []):
+                for name, launches, us in found.get("kernels", [])[:30]:
                     print(f"    {us:8.1f} us {launches:>4} x {name}")
+                if "shares_us" in found:
+                    print("    " + ", ".join(f"{kind} {us:.0f} us" for kind, us in found["shares_us"].items()))
+                _save(args.json, card, args.layers, rows)
                 torch._dynamo.reset()
                 torch.cuda.empty_cache()
         del model
         torch.cuda.empty_cache()
-    if args.json:
-        payload = {"card": card, "torch": torch.__version__, "layers": args.layers, "rows": rows}
-        args.json.write_text(json.dumps(payload, indent=2), encoding="utf-8")
     if args.plot:
         plot(rows, args.plot)
 

@@ -216,7 +216,7 @@ def slots(kc: Tensor, pos: Tensor, kn: Tensor) -> Tensor:
     [(scattered, "cannot be read off aten.scatter"), (twice, "K is written 2 times"), (permuted_rows, "cannot be read off")],
 )
 def test_writes_whose_place_is_unknown(write: Any, reason: str) -> None:
-    gm, report, ctx = sparsified(1, write=write, lowering="auto")
+    gm, report, _ = sparsified(1, write=write, lowering="auto")
     assert len(report.rewritten) == 1 and not report.sparse
     assert reason in report.attentions[0].role_note, report.attentions[0].role_note
     assert any(reason in r.reason for p in report.passes if p.name == "plan_reuse" for r in p.rejections)
