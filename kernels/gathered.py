@@ -28,11 +28,11 @@ def attention_gathered(
     sinks: Tensor | None,
 ) -> Tensor:
     """Same arguments and result as :func:`spec_compile.kernels.library.attention_gathered`. Reads counts on the host."""
-    if torch.equal(count, live_count.expand_as(count)):
-        return attention_folded(q, k, v, mask, live_ids, live_count, None, block_size, scale, softcap, sinks)
     batch, heads, rows, _ = q.shape
     kv_heads, kv_len = k.shape[1], k.shape[2]
     group = heads // kv_heads
+    if torch.equal(count.expand(batch, kv_heads), live_count.expand(batch, kv_heads)):
+        return attention_folded(q, k, v, mask, live_ids, live_count, None, block_size, scale, softcap, sinks)
     width = int(count.max())
     ids = ids.expand(batch, kv_heads, -1)[:, :, :width].long()
     key = ids.unsqueeze(-1) * block_size + torch.arange(block_size, device=q.device)
@@ -43,9 +43,9 @@ def attention_gathered(
     mask = mask.expand(batch, kv_heads, group * rows, kv_len)
     # Per head: a gather over the folded mask would expand its index to every row.
     short = torch.stack([torch.stack([mask[b, h].index_select(1, key[b, h]) for h in range(kv_heads)]) for b in range(batch)])
-    hidden = ~listed.unsqueeze(2)
-    short = short.masked_fill(hidden, False if short.dtype == torch.bool else -torch.inf)
-    used = visible(short).any(2).unsqueeze(-1)
+    seen = visible(short) & listed.unsqueeze(2)
+    short = seen if short.dtype == torch.bool else short.masked_fill(~seen, -torch.inf)
+    used = seen.any(2).unsqueeze(-1)
     # Slots that no row sees may hold NaN, which SDPA would multiply by 0.
     k, v = (torch.where(used, _rows(x, ids, key, block_size), 0) for x in (k, v))
     if softcap == 0 and sinks is None and short.dtype != torch.bool and short.dtype != q.dtype:

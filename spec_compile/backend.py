@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -78,7 +79,7 @@ def _compile(
         # A construct that cannot be retraced, or a defect of ours: the model must still run, and the user must know.
         logger.debug("rewriting failed", exc_info=True)
         return _pass_through(gm, report, f"rewriting failed: {type(error).__name__}: {error}", kind, options)
-    report.static_inputs = _count_static(rewritten)
+    report.static_inputs = _count_static(rewritten, len(example_inputs))
     _say_what_happened(report, options)
     if options.codegen == "eager":
         run = rewritten.forward
@@ -142,6 +143,9 @@ def _rewrite(
     keep_code = options.on_report is not None and getattr(options.on_report, "keep_code", False)
     rewritten = run_passes(captured, ctx, report, options.dump, keep_code)
     report.seconds["passes"] = time.perf_counter() - start
+    if ctx.state:
+        size = sum(math.prod(need.shape) * need.dtype.itemsize for need in ctx.state)
+        report.notes.append(f"block summaries take {size / 1e6:.1f} MB for each cache")
     return rewritten, ctx.state
 
 
@@ -189,9 +193,9 @@ def _check_recompile_limit(options: Options) -> None:
         )
 
 
-def _count_static(gm: GraphModule) -> int:
+def _count_static(gm: GraphModule, inputs: int) -> int:
     marked = 0
-    for node in gm.graph.find_nodes(op="placeholder"):
+    for node in gm.graph.find_nodes(op="placeholder")[:inputs]:
         marked += bool(node.meta.get("tensor_dict", {}).get("_dynamo_static_input_type"))
     return marked
 
