@@ -124,7 +124,7 @@ def kernels_us(step: Callable[[], Any], back: Callable[[], None]) -> list[tuple[
 
 
 KINDS = (
-    ("selection", ("_score_kernel", "_contest_kernel", "_summary_kernel")),
+    ("selection", ("_score_kernel", "contest_kernel", "_summary_kernel", "_sum_kernel", "_share_kernel")),
     ("attention", ("_split_kernel", "_reduce_kernel")),
     ("projections", ("_linears_kernel", "gemm", "nvjet", "cutlass", "cublas", "splitK")),
 )

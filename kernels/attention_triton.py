@@ -3,7 +3,8 @@
 The rows of a KV head (T draft rows x G query heads of its group) share tiles of up to 64, and each K and V byte is read once a
 tile. The block list is cut into a fixed number of splits; a second launch adds the partial results in split order, so that
 results repeat bit for bit. Blocks that the list calls full are read without their mask; the few others follow in a loop of
-their own.
+their own. Blocks below 64 keys are read several at a time: consecutive entries of the list fill a tile of 64 keys, which
+counts as full if all of them are there and full.
 
 The split-KV scheme is that of FlashDecoding (https://pytorch.org/blog/flash-decoding/); the online softmax that of
 FlashAttention-2 (arXiv 2307.08691), in base 2.
@@ -29,9 +30,8 @@ LOWEST = tl.constexpr(-3.0e38)
 
 
 @triton.jit
-def _scores(q, k, scale, softcap, HAS_CAP: tl.constexpr, PRECISION: tl.constexpr):
-    """Scores in units of log 2."""
-    s = tl.dot(q, k, input_precision=PRECISION) * scale
+def base2_scores(s, softcap, HAS_CAP: tl.constexpr):
+    """Scaled scores in units of log 2: without a cap the scale has done that."""
     if HAS_CAP:
         # tanh: a series where 1 - 2 / (e + 1) would cancel; exp2 may overflow to inf, which gives 1.
         x = s / softcap
@@ -40,6 +40,11 @@ def _scores(q, k, scale, softcap, HAS_CAP: tl.constexpr, PRECISION: tl.constexpr
         ratio = 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2E)) + 1.0)
         s = softcap * tl.where(tl.abs(x) < 0.25, series, ratio) * LOG2E
     return s
+
+
+@triton.jit
+def _scores(q, k, scale, softcap, HAS_CAP: tl.constexpr, PRECISION: tl.constexpr):
+    return base2_scores(tl.dot(q, k, input_precision=PRECISION) * scale, softcap, HAS_CAP)
 
 
 @triton.jit
@@ -54,20 +59,88 @@ def _accumulate(s, v, top, total, acc, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _listed_block(ids, position, end, LISTED: tl.constexpr):
-    if LISTED:
-        return tl.load(ids + position, mask=position < end, other=0)
-    return position
+def tile_ids(ids, tile, end, n, BLOCK: tl.constexpr, SUBS: tl.constexpr, LISTED: tl.constexpr):
+    """The block of a tile, or where a tile holds ``SUBS`` of them that of each key; 0 past the ``end`` of the list's part."""
+    if SUBS > 1:
+        entry = tile * SUBS + n // BLOCK
+        return tl.load(ids + entry, mask=entry < end, other=0)
+    elif LISTED:
+        return tl.load(ids + tile, mask=tile < end, other=0)
+    else:
+        return tile
 
 
 @triton.jit
-def _is_plain(
-    full, block, position, end, kv_len, BLOCK: tl.constexpr, FLAGGED: tl.constexpr, MASK_KIND: tl.constexpr
+def _tile_flags(
+    ids, full, block, tile, end, kv_len,
+    BLOCK: tl.constexpr, SUBS: tl.constexpr, FLAGGED: tl.constexpr, MASK_KIND: tl.constexpr,
 ):  # fmt: skip
-    """Whether a block can be read whole, without its mask."""
-    if FLAGGED:
-        return tl.load(full + position, mask=position < end, other=1) != 0
-    return ((block + 1) * BLOCK <= kv_len) & (MASK_KIND == 0)
+    """For :func:`_is_plain`: whether a block can be read whole, without its mask, or that of each entry of a tile."""
+    if SUBS > 1:
+        entry = tile * SUBS + tl.arange(0, SUBS)
+        if FLAGGED:
+            return tl.load(full + entry, mask=entry < end, other=0)
+        else:
+            block = tl.load(ids + entry, mask=entry < end, other=0)
+            return ((entry < end) & ((block + 1) * BLOCK <= kv_len) & (MASK_KIND == 0)).to(tl.uint8)
+    elif FLAGGED:
+        return tl.load(full + tile, mask=tile < end, other=1) != 0
+    else:
+        return ((block + 1) * BLOCK <= kv_len) & (MASK_KIND == 0)
+
+
+@triton.jit
+def _is_plain(flags, SUBS: tl.constexpr):
+    if SUBS > 1:
+        return tl.min(flags.to(tl.int32), 0) != 0
+    else:
+        return flags
+
+
+@triton.jit
+def _plain_tiles(
+    ids, full, tiles, end, kv_len,
+    BLOCK: tl.constexpr, SUBS: tl.constexpr, LISTED: tl.constexpr, FLAGGED: tl.constexpr, MASK_KIND: tl.constexpr,
+):  # fmt: skip
+    """:func:`_is_plain` of many tiles."""
+    if SUBS == 1:
+        block = tile_ids(ids, tiles, end, tiles, BLOCK, 1, LISTED)
+        return _tile_flags(ids, full, block, tiles, end, kv_len, BLOCK, 1, FLAGGED, MASK_KIND)
+    else:
+        plain = (tiles + 1) * SUBS <= end
+        for sub in tl.static_range(SUBS):
+            entry = tiles * SUBS + sub
+            block = tile_ids(ids, entry, end, entry, BLOCK, 1, LISTED)
+            plain = plain & _tile_flags(ids, full, block, entry, end, kv_len, BLOCK, 1, FLAGGED, MASK_KIND)
+        return plain
+
+
+@triton.jit
+def tile_keys(block, n, BLOCK: tl.constexpr, SUBS: tl.constexpr):
+    """Slots of a tile's keys."""
+    if SUBS > 1:
+        # The compiler cannot see that the keys of a block lie side by side.
+        return tl.max_contiguous(tl.multiple_of(block * BLOCK + n % BLOCK, BLOCK), BLOCK)
+    else:
+        return block * BLOCK + n
+
+
+@triton.jit
+def exist(key, tile, end, n, kv_len, BLOCK: tl.constexpr, SUBS: tl.constexpr):
+    """Which keys of a tile there are: those of listed blocks, inside the cache."""
+    if SUBS > 1:
+        return (tile * SUBS + n // BLOCK < end) & (key < kv_len)
+    else:
+        return key < kv_len
+
+
+@triton.jit
+def tile_start(block, key, AXIS: tl.constexpr, BLOCK: tl.constexpr, SUBS: tl.constexpr):
+    """What to add to the slots in a tile's pointers, in 64 bits: the block's first slot, or where blocks mix that of each key."""
+    if SUBS > 1:
+        return tl.expand_dims(key.to(tl.int64), AXIS)
+    else:
+        return block.to(tl.int64) * BLOCK
 
 
 @triton.jit(do_not_specialize=["rows", "kv_len", "capacity"])
@@ -76,7 +149,7 @@ def _split_kernel(
     q_b, q_h, q_t, q_d, k_b, k_h, k_s, k_d, v_b, v_h, v_s, v_d, m_b, m_h, m_t, m_s,
     i_b, i_h, f_b, f_h, c_b, c_h, o_b, o_h, o_t, o_d, rows, kv_len, capacity, scale, softcap,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
-    M: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, SCAN: tl.constexpr,
+    M: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr, SUBS: tl.constexpr, SPLITS: tl.constexpr, SCAN: tl.constexpr,
     MASK_KIND: tl.constexpr, HIDDEN: tl.constexpr, LISTED: tl.constexpr, FLAGGED: tl.constexpr, INLINE: tl.constexpr,
     HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -91,7 +164,7 @@ def _split_kernel(
     h = kv_head * GROUP + g
     d = tl.arange(0, BD)
     dv = tl.arange(0, BDV)
-    n = tl.arange(0, BLOCK)
+    n = tl.arange(0, BLOCK * SUBS)
     if PDL:
         gdc_wait()
 
@@ -101,31 +174,43 @@ def _split_kernel(
         count = tl.load(COUNT + b * c_b + kv_head * c_h)
     else:
         count = capacity
-    lo = split * count // SPLITS
-    hi = (split + 1) * count // SPLITS
-    block = _listed_block(ids, lo, hi, LISTED)
-    plain = _is_plain(full, block, lo, hi, kv_len, BLOCK, FLAGGED, MASK_KIND)
+    if SUBS > 1:
+        tiles = tl.cdiv(count, SUBS)
+        lo = split * tiles // SPLITS
+        hi = (split + 1) * tiles // SPLITS
+        end = count
+        # Each key brings its own slot.
+        slot = tl.zeros_like(n)
+    else:
+        lo = split * count // SPLITS
+        hi = (split + 1) * count // SPLITS
+        end = hi
+        slot = n
+    block = tile_ids(ids, lo, end, n, BLOCK, SUBS, LISTED)
+    flags = _tile_flags(ids, full, block, lo, end, kv_len, BLOCK, SUBS, FLAGGED, MASK_KIND)
     q_at = Q + b * q_b + h[:, None] * q_h + t[:, None] * q_t + d[None, :] * q_d
     q = tl.load(q_at, mask=in_tile[:, None] & (d < D)[None, :], other=0.0)
-    k_at = K + b * k_b + kv_head.to(tl.int64) * k_h + d[:, None] * k_d + n[None, :] * k_s
-    v_at = V + b * v_b + kv_head.to(tl.int64) * v_h + n[:, None] * v_s + dv[None, :] * v_d
+    k_at = K + b * k_b + kv_head.to(tl.int64) * k_h + d[:, None] * k_d + slot[None, :] * k_s
+    v_at = V + b * v_b + kv_head.to(tl.int64) * v_h + slot[:, None] * v_s + dv[None, :] * v_d
     m_at = MASK + b * m_b + h.to(tl.int64)[:, None] * m_h + t.to(tl.int64)[:, None] * m_t
     top = tl.full([M], LOWEST, tl.float32)
     total = tl.zeros([M], tl.float32)
     acc = tl.zeros([M, BDV], tl.float32)
 
-    # The next block's id travels with the loop: loaded inside, it would halve the depth of the pipeline.
+    # The ids of the next tile travel with the loop: loaded inside, they would halve the depth of the pipeline.
     partial = 0
     first = 0
     for j in tl.range(lo, hi):
-        next_block = _listed_block(ids, j + 1, hi, LISTED)
-        next_plain = _is_plain(full, next_block, j + 1, hi, kv_len, BLOCK, FLAGGED, MASK_KIND)
-        key = block * BLOCK + n
-        wide = block.to(tl.int64) * BLOCK
+        next_block = tile_ids(ids, j + 1, end, n, BLOCK, SUBS, LISTED)
+        next_flags = _tile_flags(ids, full, next_block, j + 1, end, kv_len, BLOCK, SUBS, FLAGGED, MASK_KIND)
+        plain = _is_plain(flags, SUBS)
+        key = tile_keys(block, n, BLOCK, SUBS)
+        k_slot = tile_start(block, key, 0, BLOCK, SUBS)
+        v_slot = tile_start(block, key, 1, BLOCK, SUBS)
         if INLINE:
-            inside = key < kv_len
-            k = tl.load(k_at + wide * k_s, mask=inside[None, :] & (d < D)[:, None], other=0.0)
-            v = tl.load(v_at + wide * v_s, mask=inside[:, None] & (dv < DV)[None, :], other=0.0)
+            inside = exist(key, j, end, n, kv_len, BLOCK, SUBS)
+            k = tl.load(k_at + k_slot * k_s, mask=inside[None, :] & (d < D)[:, None], other=0.0)
+            v = tl.load(v_at + v_slot * v_s, mask=inside[:, None] & (dv < DV)[None, :], other=0.0)
             s = _scores(q, k, scale, softcap, HAS_CAP, PRECISION)
             wanted = in_tile[:, None] & inside[None, :] & (plain == 0)
             if MASK_KIND == 1:
@@ -139,34 +224,34 @@ def _split_kernel(
             v = tl.where((tl.max(keep.to(tl.int32), 0) > 0)[:, None], v, 0.0)
         else:
             if BD == D:
-                k = tl.load(k_at + wide * k_s, mask=plain, other=0.0)
+                k = tl.load(k_at + k_slot * k_s, mask=plain, other=0.0)
             else:
-                k = tl.load(k_at + wide * k_s, mask=plain & (d < D)[:, None], other=0.0)
+                k = tl.load(k_at + k_slot * k_s, mask=plain & (d < D)[:, None], other=0.0)
             if BDV == DV:
-                v = tl.load(v_at + wide * v_s, mask=plain, other=0.0)
+                v = tl.load(v_at + v_slot * v_s, mask=plain, other=0.0)
             else:
-                v = tl.load(v_at + wide * v_s, mask=plain & (dv < DV)[None, :], other=0.0)
+                v = tl.load(v_at + v_slot * v_s, mask=plain & (dv < DV)[None, :], other=0.0)
             s = _scores(q, k, scale, softcap, HAS_CAP, PRECISION)
             s = tl.where(plain, s, float("-inf"))
             first = tl.where(plain | (partial > 0), first, j)
             partial += tl.where(plain, 0, 1)
         top, total, acc = _accumulate(s, v, top, total, acc, PRECISION)
         block = next_block
-        plain = next_plain
+        flags = next_flags
 
     if not INLINE:  # noqa: SIM102 (a constant of the kernel: folded into one condition, the branch would be compiled)
         if partial > 0:
             position = lo + tl.arange(0, SCAN)
-            blocks = _listed_block(ids, position, hi, LISTED)
-            plains = (position >= hi) | _is_plain(full, blocks, position, hi, kv_len, BLOCK, FLAGGED, MASK_KIND)
+            plains = (position >= hi) | _plain_tiles(ids, full, position, end, kv_len, BLOCK, SUBS, LISTED, FLAGGED, MASK_KIND)
             j = first
             while partial > 0:
-                block = _listed_block(ids, j, hi, LISTED)
-                key = block * BLOCK + n
-                wide = block.to(tl.int64) * BLOCK
-                inside = key < kv_len
-                k = tl.load(k_at + wide * k_s, mask=inside[None, :] & (d < D)[:, None], other=0.0)
-                v = tl.load(v_at + wide * v_s, mask=inside[:, None] & (dv < DV)[None, :], other=0.0)
+                block = tile_ids(ids, j, end, n, BLOCK, SUBS, LISTED)
+                key = tile_keys(block, n, BLOCK, SUBS)
+                k_slot = tile_start(block, key, 0, BLOCK, SUBS)
+                v_slot = tile_start(block, key, 1, BLOCK, SUBS)
+                inside = exist(key, j, end, n, kv_len, BLOCK, SUBS)
+                k = tl.load(k_at + k_slot * k_s, mask=inside[None, :] & (d < D)[:, None], other=0.0)
+                v = tl.load(v_at + v_slot * v_s, mask=inside[:, None] & (dv < DV)[None, :], other=0.0)
                 s = _scores(q, k, scale, softcap, HAS_CAP, PRECISION)
                 wanted = in_tile[:, None] & inside[None, :]
                 if MASK_KIND == 0:
@@ -239,7 +324,7 @@ def _or(x: Tensor | None, stand_in: Tensor) -> Tensor:
     return stand_in if x is None else x
 
 
-def _strides(x: Tensor | None) -> tuple[int, ...]:
+def broadcast_strides(x: Tensor | None) -> tuple[int, ...]:
     """Strides with which a dimension of size 1 broadcasts."""
     if x is None:
         return (0, 0, 0, 0)
@@ -272,6 +357,10 @@ def attention_triton(
     if out.numel() == 0:
         return out
     tiling = tiling or choose_tiling(q.device, q.dtype, batch, kv_heads, group * rows, dim, v_dim, block_size)
+    subs = max(1, tiling.keys // block_size)
+    if ids is None:
+        # Without a list any blocks will do: a tile is one.
+        block_size, subs = block_size * subs, 1
     tiles = triton.cdiv(group * rows, tiling.rows)
     splits = tiling.splits
     capacity = triton.cdiv(kv_len, block_size) if ids is None else ids.shape[-1]
@@ -292,13 +381,13 @@ def attention_triton(
     with torch.cuda.device_of(q):
         _split_kernel[(splits, kv_heads * tiles, batch)](
             q, k, v, mask_operand, _or(ids, q), _or(count, q), _or(full, q), _or(sinks, q), tops, totals, partials, out,
-            *q.stride(), *k.stride(), *v.stride(), *_strides(mask),
-            *_strides(ids)[:2], *_strides(full)[:2], *_strides(count)[:2],
+            *q.stride(), *k.stride(), *v.stride(), *broadcast_strides(mask),
+            *broadcast_strides(ids)[:2], *broadcast_strides(full)[:2], *broadcast_strides(count)[:2],
             *out.stride(), rows, kv_len, capacity, scale * base2, softcap,
             HEADS=heads, GROUP=group, D=dim, DV=v_dim,
             BD=max(16, triton.next_power_of_2(dim)), BDV=max(16, triton.next_power_of_2(v_dim)),
-            M=tiling.rows, TILES=tiles, BLOCK=block_size, SPLITS=splits,
-            SCAN=triton.next_power_of_2(triton.cdiv(capacity, splits) + 1),
+            M=tiling.rows, TILES=tiles, BLOCK=block_size, SUBS=subs, SPLITS=splits,
+            SCAN=triton.next_power_of_2(triton.cdiv(triton.cdiv(capacity, subs), splits) + 1),
             MASK_KIND=mask_kind, HIDDEN=hidden_threshold(mask.dtype) if mask is not None and mask_kind == 2 else 0.0,
             LISTED=ids is not None, FLAGGED=full is not None, INLINE=inline,
             HAS_CAP=softcap > 0, HAS_SINKS=sinks is not None, PRECISION="ieee" if q.dtype == torch.float32 else None,

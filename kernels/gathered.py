@@ -45,9 +45,9 @@ def attention_gathered(
     short = torch.stack([torch.stack([mask[b, h].index_select(1, key[b, h]) for h in range(kv_heads)]) for b in range(batch)])
     seen = visible(short) & listed.unsqueeze(2)
     short = seen if short.dtype == torch.bool else short.masked_fill(~seen, -torch.inf)
-    used = seen.any(2).unsqueeze(-1)
     # Slots that no row sees may hold NaN, which SDPA would multiply by 0.
-    k, v = (torch.where(used, _rows(x, ids, key, block_size), 0) for x in (k, v))
+    unused = ~seen.any(2).unsqueeze(-1)
+    k, v = (_rows(x, ids, key, block_size).masked_fill_(unused, 0) for x in (k, v))
     if softcap == 0 and sinks is None and short.dtype != torch.bool and short.dtype != q.dtype:
         short = short.to(q.dtype)
     return attention_folded(q, k, v, short, None, None, None, block_size, scale, softcap, sinks)

@@ -343,7 +343,13 @@ def block_mass(
     Returns:
         float32 ``[B, Hkv, NB]``: softmax weights summed over the keys of a block, mean over rows and heads of the group.
     """
-    return block_mass_reference(q, k, mask, ids, count, gate, block_size, scale, query, softcap, sinks)
+    run = block_mass_reference
+    if q.is_cuda and availability.why_no_triton() is None:
+        from spec_compile.kernels import block_mass_triton as kernel
+
+        if kernel.why_not(q, k, mask, block_size, query) is None:
+            run = kernel.block_mass_triton
+    return run(q, k, mask, ids, count, gate, block_size, scale, query, softcap, sinks)
 
 
 @block_mass.register_fake

@@ -49,7 +49,7 @@ def _folded_supports(call: AttentionCall) -> str | None:
 def _gathered_supports(call: AttentionCall) -> str | None:
     if not call.selected:
         return "every live block is read"
-    return None if call.q.device.type == "cpu" else f"device {call.q.device.type}"
+    return None if call.q.device.type in ("cpu", "meta") else f"device {call.q.device.type}"
 
 
 def _triton_supports(call: AttentionCall) -> str | None:
@@ -60,8 +60,8 @@ def _triton_supports(call: AttentionCall) -> str | None:
         return f"dtype {q.dtype}"
     if call.mask is not None and call.mask.dtype not in (torch.bool, torch.float32, torch.float16, torch.bfloat16):
         return f"mask dtype {call.mask.dtype}"
-    if block_size & (block_size - 1) or not 16 <= block_size <= 128:
-        return f"block_size {block_size} is not 16, 32, 64 or 128"
+    if block_size & (block_size - 1) or not 8 <= block_size <= 128:
+        return f"block_size {block_size} is not 8, 16, 32, 64 or 128"
     dim, v_dim = q.shape[3], call.v.shape[3]
     if max(dim, v_dim) > 256:
         return f"head dim {max(dim, v_dim)} is above 256"

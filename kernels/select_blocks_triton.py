@@ -1,7 +1,9 @@
 """``select_blocks`` in Triton: one launch scores the blocks, a second runs the contest. No host reads, no float atomics.
 
-The contest is an exact radix select on order-preserving bits of the scores, 8 bits a pass, ties to the lowest place, so that
-equal inputs give equal lists. It takes one program per KV head (or per batch row where all heads compete).
+The contest is an exact search for the budget's last score among order-preserving bits: every step counts the keys above two
+probes, so that some 20 steps leave one value at the latest, whose ties go to the lowest places. Equal inputs give equal lists.
+It takes one program per KV head, which holds the keys in registers; or one per batch row where all heads compete, and any
+where a cache has very many blocks, which read them in every step. Where a step keeps every block, both launches return at once.
 """
 
 from __future__ import annotations
@@ -10,21 +12,66 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from spec_compile.kernels.tiling import RESERVE, device_of
 
-_MAX_CHUNK = 4096
+# Blocks whose keys one program holds in registers, and those of one step where it does not.
+_MOST_IN_REGISTERS, _CHUNK = 16_384, 4096
 
 
-@triton.jit(do_not_specialize=["rows", "blocks"])
+@triton.jit
+def _budget(live, gate, tokens, floor, BLOCK: tl.constexpr, SHARE: tl.constexpr):
+    """Blocks that the contest may keep."""
+    length = live * BLOCK
+    if tokens > 0:
+        budget = tokens // BLOCK
+    else:
+        kept = tl.floor((length - floor).to(tl.float64) * SHARE + floor).to(tl.int32)
+        budget = tl.where(length <= floor, live, tl.maximum(kept // BLOCK, 0))
+    return tl.where(length < gate, live, budget)
+
+
+@triton.jit
+def _ordered(s):
+    """Bits that order like scores; the lowest are those of -inf and NaN, and above 0."""
+    s = tl.where(s == s, s, float("-inf")) + 0.0
+    bits = s.to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) | (-2147483647 - 1))).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def _score(key):
+    """The score of ordered bits."""
+    bits = key.to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ (-2147483647 - 1), ~bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit(do_not_specialize=["rows", "blocks", "sink", "recent", "tokens", "floor"])
 def _score_kernel(
-    Q, SUMMARY, SCORES, q_b, q_h, q_t, q_d, s_b, s_h, s_n, s_r, s_d, rows, blocks, scale,
+    Q, SUMMARY, IDS, COUNT, POSITION, GATE, SCORES, q_b, q_h, q_t, q_d, s_b, s_h, s_n, s_r, s_d, i_b, c_b, p_b,
+    rows, blocks, scale, sink, recent, tokens, floor,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, M: tl.constexpr, BN: tl.constexpr,
     QUERY: tl.constexpr, BOUNDS: tl.constexpr, MEAN: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK: tl.constexpr, SHARE: tl.constexpr, ORDERED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """Scores of the live blocks in the order of the list, or their ordered bits, 0 for blocks outside the contest."""
     kv_head = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
-    block = tl.program_id(0) * BN + tl.arange(0, BN)
+    place = tl.program_id(0) * BN + tl.arange(0, BN)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    live = tl.load(COUNT + b * c_b)
+    position = tl.load(POSITION + b * p_b).to(tl.int32)
+    gate = tl.load(GATE)
+    block = tl.load(IDS + b * i_b + place, mask=place < blocks, other=0)
+    if tl.program_id(0) * BN >= live:
+        return
+    if _budget(live, gate, tokens, floor, BLOCK, SHARE) >= live - sink - recent:
+        return
+    # Only blocks below the first draft row have a representative.
+    contest = (place >= sink) & (place < live - recent) & (block < position // BLOCK)
     d = tl.arange(0, BD)
     m = tl.arange(0, M)
     q_at = Q + b * q_b + d[None, :] * q_d
@@ -48,7 +95,7 @@ def _score_kernel(
         at = q_at + head[:, None] * q_h + t[:, None] * q_t
         q = tl.load(at, mask=used[:, None] & (d < D)[None, :], other=0.0)
     s_at = SUMMARY + b * s_b + kv_head.to(tl.int64) * s_h + block.to(tl.int64)[None, :] * s_n + d[:, None] * s_d
-    there = (block < blocks)[None, :] & (d < D)[:, None]
+    there = contest[None, :] & (d < D)[:, None]
     low = tl.load(s_at, mask=there, other=0.0)
     if WIDE:
         q = q.to(tl.float32)
@@ -70,123 +117,287 @@ def _score_kernel(
         out = tl.sum(tl.where(used[:, None], s, 0.0), 0) / many
     else:
         out = tl.max(tl.where(used[:, None], s, float("-inf")), 0)
-    tl.store(SCORES + (b * KV_HEADS + kv_head) * blocks + block, out, mask=block < blocks)
+    if ORDERED:
+        out = tl.where(contest, _ordered(out), 0)
+    tl.store(SCORES + (b * KV_HEADS + kv_head) * blocks + place, out, mask=place < live)
 
 
 @triton.jit
-def _keys(SCORES, head_base, blocks, ids, place, first, end, HEADS: tl.constexpr, POOLED: tl.constexpr):
-    """Bits that order like the scores of the listed blocks, 0 outside the contest."""
-    inside = (place >= first) & (place < end)
+def _keys(scores, blocks, at, inside, HEADS: tl.constexpr, POOLED: tl.constexpr):
+    """Ordered bits of the scores of one head, or of the mean of all, 0 outside the contest."""
     if POOLED:
-        s = tl.zeros(place.shape, tl.float32)
+        s = tl.zeros(at.shape, tl.float32)
         for head in tl.static_range(HEADS):
-            s += tl.load(SCORES + head_base + head * blocks + ids, mask=inside, other=0.0)
+            s += tl.load(scores + head * blocks + at, mask=inside, other=0.0)
         s = s / HEADS
     else:
-        s = tl.load(SCORES + head_base + ids, mask=inside, other=0.0)
-    s = tl.where(s == s, s, float("-inf")) + 0.0
-    bits = s.to(tl.int32, bitcast=True)
-    ordered = bits ^ ((bits >> 31) | (-2147483647 - 1))
-    return ordered.to(tl.uint32, bitcast=True), inside
+        s = tl.load(scores + at, mask=inside, other=0.0)
+    return tl.where(inside, _ordered(s), 0)
 
 
-@triton.jit(do_not_specialize=["blocks", "sink", "recent", "tokens", "floor"])
+@triton.jit
+def _first_probes(lo, hi):
+    """Two keys that cut the scores between ``lo`` and ``hi`` in three: their bits would waste probes around zero."""
+    bottom = _score(lo)
+    top = _score(hi - 1)
+    low = bottom + (top - bottom) * (1.0 / 3)
+    high = bottom + (top - bottom) * (2.0 / 3)
+    # NaN where an end is infinite.
+    low = tl.minimum(tl.where(low == low, low, bottom), top)
+    high = tl.minimum(tl.where(high == high, high, bottom), top)
+    return _ordered(low), _ordered(high)
+
+
+@triton.jit
+def _probes(lo, hi):
+    """Two keys that cut the range between ``lo`` and ``hi`` in three."""
+    third = tl.maximum((hi - lo) // 3, 1)
+    return lo + third, hi - third
+
+
+@triton.jit
+def _counts(key, low, high):
+    """How many keys reach ``low``, and 2**16 times how many reach ``high``: fewer than 2**15 keys."""
+    return tl.sum(tl.where(key >= high, 65537, tl.where(key >= low, 1, 0)), 0)
+
+
+@triton.jit
+def _narrow(lo, hi, at_lo, at_hi, low, high, at_low, at_high, budget):
+    """The part of the range, cut at ``low`` and ``high``, whose ends count at least the budget and less than it."""
+    above = at_high >= budget
+    below = at_low < budget
+    new_lo = tl.where(above, high, tl.where(below, lo, low))
+    new_at_lo = tl.where(above, at_high, tl.where(below, at_lo, at_low))
+    new_hi = tl.where(above, hi, tl.where(below, low, high))
+    new_at_hi = tl.where(above, at_hi, tl.where(below, at_low, at_high))
+    return new_lo, new_hi, new_at_lo, new_at_hi
+
+
+@triton.jit
+def _running_sum(x, CHUNK: tl.constexpr):
+    """Cumulative sum of a chunk: of rows of 32 and of their totals, which needs less exchange between warps."""
+    rows = tl.reshape(x, [CHUNK // 32, 32])
+    totals = tl.sum(rows, 1)
+    before = tl.cumsum(totals, 0) - totals
+    return tl.reshape(tl.cumsum(rows, 1) + before[:, None], [CHUNK])
+
+
+@triton.jit
+def _contest(
+    ids, live, position, gate, sink, recent, tokens, floor, BLOCK: tl.constexpr, SHARE: tl.constexpr, GROUPS: tl.constexpr
+):
+    """Past-the-last place of the contest, which starts at ``sink``, and how many of its places win."""
+    # Ids ascend: the blocks below the first draft row are the first ones of the list. Look for their end in groups of 128.
+    limit = position.to(tl.int32) // BLOCK
+    last = tl.arange(0, GROUPS) * 128 + 127
+    below = tl.load(ids + last, mask=last < live, other=2147483647) < limit
+    place = tl.sum(below.to(tl.int32), 0) * 128 + tl.arange(0, 128)
+    below = tl.load(ids + place, mask=place < live, other=2147483647) < limit
+    committed = tl.max(tl.where(below, place + 1, 0), 0)
+    committed = tl.maximum(committed, tl.min(place, 0))
+    end = tl.maximum(tl.minimum(committed, live - recent), sink)
+    return end, tl.minimum(_budget(live, gate, tokens, floor, BLOCK, SHARE), end - sink)
+
+
+@triton.jit
+def _copy(ids, full, out_ids, out_full, live, blocks, CHUNK: tl.constexpr):
+    """The whole live list."""
+    for start in tl.range(0, live, CHUNK):
+        place = start + tl.arange(0, CHUNK)
+        block = tl.load(ids + place, mask=place < blocks, other=0)
+        flag = tl.load(full + place, mask=place < blocks, other=0)
+        tl.store(out_ids + place, block, mask=place < live)
+        tl.store(out_full + place, flag, mask=place < live)
+
+
+@triton.jit
+def _scatter(targets, ids, full, out_ids, out_full, live, CHUNK: tl.constexpr):
+    """List the live blocks at their targets, if these are not negative."""
+    for start in tl.range(0, live, CHUNK):
+        # Neighbours in a warp, as the stores want them: unless told otherwise, the loads would put them in a thread.
+        place = tl.arange(0, 2)[:, None] * (CHUNK // 2) + tl.arange(0, CHUNK // 2)[None, :]
+        place = tl.max_contiguous(start + place, [1, 1])
+        target = tl.load(targets + place, mask=place < live, other=4294967295).to(tl.int32, bitcast=True)
+        block = tl.load(ids + place, mask=place < live, other=0)
+        flag = tl.load(full + place, mask=place < live, other=0)
+        tl.store(out_ids + target, block, mask=target >= 0)
+        tl.store(out_full + target, flag, mask=target >= 0)
+
+
+@triton.jit
+def _fill(ids, full, count, blocks, CHUNK: tl.constexpr):
+    """Mark the places of a list from ``count`` on as unused."""
+    # Whole groups of 16, so that stores are wide.
+    start = tl.cdiv(count, 16) * 16
+    few = count + tl.arange(0, 16)
+    odd = few < tl.minimum(start, blocks)
+    tl.store(ids + few, -1, mask=odd)
+    tl.store(full + few, 0, mask=odd)
+    for at in tl.range(start, blocks, CHUNK):
+        place = at + tl.arange(0, CHUNK)
+        tl.store(ids + place, -1, mask=place < blocks)
+        tl.store(full + place, 0, mask=place < blocks)
+
+
+# blocks stays specialised: a multiple of 16 lets lists be read and written 16 bytes at a time.
+@triton.jit(do_not_specialize=["sink", "recent", "tokens", "floor"])
 def _contest_kernel(
-    SCORES, IDS, COUNT, FULL, POSITION, GATE, OUT_IDS, OUT_COUNT, OUT_FULL, i_b, c_b, f_b, p_b,
-    blocks, block_size, sink, recent, tokens, floor,
-    HEADS: tl.constexpr, JOINT: tl.constexpr, POOLED: tl.constexpr, CHUNK: tl.constexpr, SHARE: tl.constexpr,
+    SCORES, IDS, COUNT, FULL, POSITION, GATE, KEYS, OUT_IDS, OUT_COUNT, OUT_FULL, i_b, c_b, f_b, p_b,
+    blocks, sink, recent, tokens, floor,
+    HEADS: tl.constexpr, POOLED: tl.constexpr, CHUNK: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr,
+    SHARE: tl.constexpr, SCORED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """Every head for itself, its keys in registers."""
+    head = tl.program_id(0)
     b = tl.program_id(1).to(tl.int64)
-    live = tl.load(COUNT + b * c_b)
-    position = tl.load(POSITION + b * p_b)
     ids = IDS + b * i_b
     full = FULL + b * f_b
+    row = (b * HEADS + head) * blocks
+    if PDL and not SCORED:
+        gdc_wait()
+    # The score kernel starts its dependents after all before it is done: what it does not write can be read at once.
+    live = tl.load(COUNT + b * c_b)
+    position = tl.load(POSITION + b * p_b)
+    end, budget = _contest(
+        ids, live, position, tl.load(GATE), sink, recent, tokens, floor, BLOCK, SHARE, CHUNK // 128
+    )  # fmt: skip
+    size = end - sink
+    kept = live - size + budget
+    tl.store(OUT_COUNT + b * HEADS + head, kept)
+    _fill(OUT_IDS + row, OUT_FULL + row, kept, blocks, STEP)
+    if PDL and SCORED:
+        gdc_wait()
+    if PDL:
+        gdc_launch_dependents()
+    if budget == size:
+        _copy(ids, full, OUT_IDS + row, OUT_FULL + row, live, blocks, STEP)
+        return
+
+    place = tl.arange(0, CHUNK)
+    if SCORED and not POOLED:
+        key = tl.load(KEYS + row + place, mask=place < blocks, other=0)
+        key = tl.where(place < live, key, 0)
+    else:
+        at = place
+        if not SCORED:
+            at = tl.load(ids + place, mask=place < blocks, other=0)
+        scores = SCORES + (b * HEADS * blocks if POOLED else row)
+        key = _keys(scores, blocks, at, (place >= sink) & (place < end), HEADS, POOLED)
+    # at_lo keys are at least lo, which is no fewer than the budget; at_hi at least hi, which is fewer.
+    lo = tl.min(key - 1, 0) + 1
+    hi = tl.max(key, 0) + 1
+    low, high = _first_probes(lo, hi)
+    counts = _counts(key, low, high)
+    lo, hi, at_lo, at_hi = _narrow(lo, hi, size, 0, low, high, counts & 65535, counts >> 16, budget)
+    while (at_lo != budget) & (hi - lo > 1) & (budget > 0):
+        low, high = _probes(lo, hi)
+        counts = _counts(key, low, high)
+        lo, hi, at_lo, at_hi = _narrow(lo, hi, at_lo, at_hi, low, high, counts & 65535, counts >> 16, budget)
+    # Keys of 0 lie outside the contest: less one, they are above all.
+    keep = tl.where((place < live) & (key - 1 >= lo - 1), 1, 0)
+    if at_lo != budget:
+        equal = tl.where((key >= lo) & (key < hi), 1, 0)
+        rank = _running_sum(equal, CHUNK)
+        keep = tl.where(rank > budget - at_hi, keep - equal, keep)
+    # Sums want neighbours in a thread, scattered stores in a warp: targets change hands through memory.
+    target = tl.where(keep != 0, _running_sum(keep, CHUNK) - 1, -1)
+    tl.store(KEYS + row + place, target.to(tl.uint32, bitcast=True), mask=place < blocks)
+    tl.debug_barrier()
+    _scatter(KEYS + row, ids, full, OUT_IDS + row, OUT_FULL + row, live, STEP)
+
+
+@triton.jit(do_not_specialize=["sink", "recent", "tokens", "floor"])
+def _streamed_contest_kernel(
+    SCORES, IDS, COUNT, FULL, POSITION, GATE, KEYS, OUT_IDS, OUT_COUNT, OUT_FULL, i_b, c_b, f_b, p_b,
+    blocks, sink, recent, tokens, floor,
+    HEADS: tl.constexpr, JOINT: tl.constexpr, POOLED: tl.constexpr, CHUNK: tl.constexpr, GROUPS: tl.constexpr,
+    BLOCK: tl.constexpr, SHARE: tl.constexpr, SCORED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One contest of all heads, or one of more blocks than registers hold: keys are read from memory in every step."""
+    b = tl.program_id(1).to(tl.int64)
+    own = 0 if JOINT else tl.program_id(0)
+    heads = HEADS if JOINT else 1
+    ids = IDS + b * i_b
+    full = FULL + b * f_b
+    row = (b * HEADS + own) * blocks
     chunk = tl.arange(0, CHUNK)
-
-    # Ids ascend, so the blocks below the first draft row are the first ones of the list.
-    committed = 0
-    for start in tl.range(0, live, CHUNK):
-        place = start + chunk
-        block = tl.load(ids + place, mask=place < live, other=0)
-        below = (place < live) & ((block.to(tl.int64) + 1) * block_size <= position)
-        committed += tl.sum(below.to(tl.int32), 0)
-    first = sink
-    end = tl.minimum(committed, live - recent)
-    size = tl.maximum(end - first, 0)
-    length = live * block_size
-    if tokens > 0:
-        budget = tokens // block_size
-    else:
-        kept = tl.floor((length - floor).to(tl.float64) * SHARE + floor).to(tl.int32)
-        budget = tl.where(length <= floor, live, tl.maximum(kept // block_size, 0))
-    budget = tl.where(length < tl.load(GATE), live, budget)
-    if JOINT:
-        own = 0
-        heads = HEADS
-        budget = tl.minimum(budget, live) * HEADS
-        size = size * HEADS
-    else:
-        own = tl.program_id(0)
-        heads = 1
-    budget = tl.minimum(budget, size)
-    base = b * HEADS * blocks
-    if not POOLED:  # noqa: SIM102 (constants of the kernel)
-        if not JOINT:
-            base += tl.program_id(0).to(tl.int64) * blocks
-
-    threshold = tl.zeros([1], tl.uint32)
-    left = budget
-    bins = tl.arange(0, 256)
-    for step in tl.static_range(4):
-        shift = 24 - 8 * step
-        counts = tl.zeros([256], tl.int32)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    live = tl.load(COUNT + b * c_b)
+    position = tl.load(POSITION + b * p_b)
+    end, budget = _contest(
+        ids, live, position, tl.load(GATE), sink, recent, tokens, floor, BLOCK, SHARE, GROUPS
+    )  # fmt: skip
+    size = end - sink
+    if budget == size:
         for head in tl.range(0, heads):
-            for start in tl.range(0, live, CHUNK):
-                place = start + chunk
-                block = tl.load(ids + place, mask=place < live, other=0)
-                at = base if POOLED else base + head * blocks
-                key, inside = _keys(SCORES, at, blocks, block, place, first, end, HEADS, POOLED)
-                if step > 0:
-                    # Two shifts: by 32 at once would be undefined.
-                    inside = inside & (((key >> shift) >> 8) == ((threshold >> shift) >> 8))
-                bucket = ((key >> shift) & 255).to(tl.int32)
-                counts += tl.histogram(tl.where(inside, bucket, 0), 256)
-                outside = CHUNK - tl.sum(inside.to(tl.int32), 0)
-                counts -= tl.where(bins == 0, outside, 0)
-        # Keys whose digit is at least that of the bin.
-        at_least = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts
-        digit = tl.max(tl.where(at_least >= left, bins, -1), 0)
-        above = tl.sum(tl.where(bins > digit, counts, 0), 0)
-        left -= above
-        threshold += tl.maximum(digit, 0).to(tl.uint32) << shift
+            out = row + head * blocks
+            tl.store(OUT_COUNT + b * HEADS + own + head, live)
+            _copy(ids, full, OUT_IDS + out, OUT_FULL + out, live, blocks, CHUNK)
+            _fill(OUT_IDS + out, OUT_FULL + out, live, blocks, CHUNK)
+        return
+
+    size *= heads
+    budget *= heads
+    lowest = tl.full([CHUNK], 4294967295, tl.uint32)
+    highest = tl.full([CHUNK], 0, tl.uint32)
+    for head in tl.range(0, heads):
+        keys = KEYS + row + head * blocks
+        for start in tl.range(0, end, CHUNK):
+            place = start + chunk
+            if SCORED and not POOLED:
+                key = tl.load(keys + place, mask=place < end, other=0)
+            else:
+                at = place
+                if not SCORED:
+                    at = tl.load(ids + place, mask=place < end, other=0)
+                scores = SCORES + (b * HEADS * blocks if POOLED else row + head * blocks)
+                key = _keys(scores, blocks, at, (place >= sink) & (place < end), HEADS, POOLED)
+                tl.store(keys + place, key, mask=place < end)
+            lowest = tl.minimum(lowest, key - 1)
+            highest = tl.maximum(highest, key)
+    lo = tl.min(lowest, 0) + 1
+    hi = tl.max(highest, 0) + 1
+    tl.debug_barrier()
+    at_lo = size
+    at_hi = 0
+    low, high = _first_probes(lo, hi)
+    while (at_lo != budget) & (hi - lo > 1) & (budget > 0):
+        at_low = tl.zeros([CHUNK], tl.int32)
+        at_high = tl.zeros([CHUNK], tl.int32)
+        for head in tl.range(0, heads):
+            keys = KEYS + row + head * blocks
+            for start in tl.range(0, end, CHUNK):
+                key = tl.load(keys + start + chunk, mask=start + chunk < end, other=0)
+                at_low += (key >= low).to(tl.int32)
+                at_high += (key >= high).to(tl.int32)
+        lo, hi, at_lo, at_hi = _narrow(
+            lo, hi, at_lo, at_hi, low, high, tl.sum(at_low, 0), tl.sum(at_high, 0), budget
+        )  # fmt: skip
+        low, high = _probes(lo, hi)
 
     ties = 0
     for head in tl.range(0, heads):
-        out = b * HEADS * blocks + (own + head) * blocks
+        out = row + head * blocks
         count = 0
         for start in tl.range(0, live, CHUNK):
             place = start + chunk
-            listed = place < live
-            block = tl.load(ids + place, mask=listed, other=0)
-            flag = tl.load(full + place, mask=listed, other=0)
-            at = base if POOLED else base + head * blocks
-            key, inside = _keys(SCORES, at, blocks, block, place, first, end, HEADS, POOLED)
-            equal = inside & (key == threshold)
-            rank = ties + tl.cumsum(equal.to(tl.int32), 0) - 1
-            won = inside & ((key > threshold) | (equal & (rank < left)))
-            won = won & (budget > 0)
-            ties += tl.sum(equal.to(tl.int32), 0)
-            keep = (listed & (inside == 0)) | won
-            target = count + tl.cumsum(keep.to(tl.int32), 0) - 1
-            tl.store(OUT_IDS + out + target, block, mask=keep)
-            tl.store(OUT_FULL + out + target, flag, mask=keep)
-            count += tl.sum(keep.to(tl.int32), 0)
+            block = tl.load(ids + place, mask=place < live, other=0)
+            flag = tl.load(full + place, mask=place < live, other=0)
+            key = tl.load(KEYS + out + place, mask=place < end, other=0)
+            keep = tl.where((place < live) & (key - 1 >= lo - 1), 1, 0)
+            if at_lo != budget:
+                equal = tl.where((key >= lo) & (key < hi), 1, 0)
+                rank = ties + _running_sum(equal, CHUNK)
+                keep = tl.where(rank > budget - at_hi, keep - equal, keep)
+                ties += tl.sum(equal, 0)
+            target = count + _running_sum(keep, CHUNK) - 1
+            tl.store(OUT_IDS + out + target, block, mask=keep != 0)
+            tl.store(OUT_FULL + out + target, flag, mask=keep != 0)
+            count += tl.sum(keep, 0)
         tl.store(OUT_COUNT + b * HEADS + own + head, count)
-        for start in tl.range(0, blocks, CHUNK):
-            place = start + chunk
-            unused = (place >= count) & (place < blocks)
-            tl.store(OUT_IDS + out + place, -1, mask=unused)
-            tl.store(OUT_FULL + out + place, 0, mask=unused)
+        _fill(OUT_IDS + out, OUT_FULL + out, count, blocks, CHUNK)
 
 
 def why_not(q: Tensor, summary: Tensor, query: str, aggregate: str) -> str | None:
@@ -210,22 +421,9 @@ def why_not(q: Tensor, summary: Tensor, query: str, aggregate: str) -> str | Non
     return None
 
 
-def _scores(q: Tensor, summary: Tensor, blocks: int, scale: float, query: str, aggregate: str) -> Tensor:
-    """Score of every block, float32 ``[B, Hkv, NB]``; those of blocks outside the contest mean nothing."""
-    batch, heads, rows, dim = q.shape
-    kv_heads = summary.shape[1]
-    group = heads // kv_heads
-    picked = {"first": 1, "first_last": 2, "all": rows, "mean": 1}[query]
-    tile = 64
-    scores = q.new_empty(batch, kv_heads, blocks, dtype=torch.float32)
-    _score_kernel[(triton.cdiv(blocks, tile), kv_heads, batch)](
-        q, summary, scores, *q.stride(), *summary.stride(), rows, blocks, scale,
-        KV_HEADS=kv_heads, GROUP=group, D=dim, BD=max(16, triton.next_power_of_2(dim)),
-        M=max(16, triton.next_power_of_2(group * picked)), BN=tile,
-        QUERY={"first": 0, "first_last": 1, "all": 2, "mean": 3}[query], BOUNDS=summary.shape[3] == 2,
-        MEAN=aggregate == "mean", WIDE=query == "mean" and q.dtype != torch.float32,
-    )  # fmt: skip
-    return scores
+def _step(x: Tensor) -> int:
+    """Stride of the batch, with which one row serves all."""
+    return 0 if x.shape[0] == 1 else x.stride(0)
 
 
 def select_blocks_triton(
@@ -250,7 +448,8 @@ def select_blocks_triton(
     floor: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Same arguments and results as :func:`spec_compile.kernels.library.select_blocks`, where :func:`why_not` is None."""
-    batch, blocks = q.shape[0], ids.shape[2]
+    batch, _, rows, dim = q.shape
+    blocks = ids.shape[2]
     given = summary if scores is None else scores
     assert given is not None
     kv_heads = given.shape[1]
@@ -258,18 +457,42 @@ def select_blocks_triton(
     out_ids = ids.new_empty(batch, kv_heads, blocks)
     out_count = count.new_empty(batch, kv_heads)
     out_full = full.new_empty(batch, kv_heads, blocks)
-    chunk = min(_MAX_CHUNK, max(256, triton.next_power_of_2(blocks)))
-
-    def step(x: Tensor) -> int:
-        return 0 if x.shape[0] == 1 else x.stride(0)
-
+    rule = (sink, recent, tokens, floor)
+    scored, pooled = scores is None, heads == "pooled"
+    # Ordered scores, and in the end where each block goes.
+    keys = ids.new_empty(batch, kv_heads, blocks).view(torch.uint32)
+    pdl = device_of(q.device).capability >= 90
+    options = {"launch_pdl": True} if pdl else {}
     with torch.cuda.device_of(q):
         if scores is None:
             assert summary is not None
-            scores = _scores(q, summary, blocks, scale, query, aggregate)
-        _contest_kernel[(1 if joint else kv_heads, batch)](
-            scores.contiguous(), ids, count, full, position, gate, out_ids, out_count, out_full, step(ids), step(count), step(full), step(position),
-            blocks, block_size, sink, recent, tokens, floor,
-            HEADS=kv_heads, JOINT=joint, POOLED=heads == "pooled", CHUNK=chunk, SHARE=share, num_warps=8 if chunk > 1024 else 4,
+            group = q.shape[1] // kv_heads
+            picked = {"first": 1, "first_last": 2, "all": rows, "mean": 1}[query]
+            scores = q.new_empty(batch, kv_heads, blocks, dtype=torch.float32) if pooled else keys
+            tile = 64
+            _score_kernel[(triton.cdiv(blocks, tile), kv_heads, batch)](
+                q, summary, ids, count, position, gate, scores, *q.stride(), *summary.stride(),
+                _step(ids), _step(count), _step(position), rows, blocks, scale, *rule,
+                KV_HEADS=kv_heads, GROUP=group, D=dim, BD=max(16, triton.next_power_of_2(dim)),
+                M=max(16, triton.next_power_of_2(group * picked)), BN=tile,
+                QUERY={"first": 0, "first_last": 1, "all": 2, "mean": 3}[query], BOUNDS=summary.shape[3] == 2,
+                MEAN=aggregate == "mean", WIDE=query == "mean" and q.dtype != torch.float32,
+                BLOCK=block_size, SHARE=share, ORDERED=not pooled, PDL=pdl, **options,
+            )  # fmt: skip
+        operands = (
+            scores.contiguous(), ids, count, full, position, gate, keys, out_ids, out_count, out_full,
+            _step(ids), _step(count), _step(full), _step(position), blocks, *rule,
         )  # fmt: skip
+        if joint or blocks > _MOST_IN_REGISTERS:
+            _streamed_contest_kernel[(1 if joint else kv_heads, batch)](
+                *operands, HEADS=kv_heads, JOINT=joint, POOLED=pooled, CHUNK=_CHUNK,
+                GROUPS=triton.next_power_of_2(triton.cdiv(blocks, 128)), BLOCK=block_size, SHARE=share, SCORED=scored, PDL=pdl,
+                num_warps=16, **options,
+            )  # fmt: skip
+        else:
+            chunk = max(256, triton.next_power_of_2(blocks))
+            _contest_kernel[(kv_heads, batch)](
+                *operands, HEADS=kv_heads, POOLED=pooled, CHUNK=chunk, STEP=min(chunk, _CHUNK), BLOCK=block_size, SHARE=share,
+                SCORED=scored, PDL=pdl, num_warps=min(16, max(4, chunk // 512)), **options,
+            )  # fmt: skip
     return out_ids, out_count, out_full

@@ -14,13 +14,17 @@ import torch
 
 @dataclass(frozen=True)
 class Tiling:
-    """How one call is cut: rows a tile, splits of the block list, warps, pipeline stages, dependent launch."""
+    """How one call is cut: rows a tile, splits of the block list, warps, pipeline stages, dependent launch, keys a tile.
+
+    Blocks of fewer keys fill a tile together; one of more is a tile by itself.
+    """
 
     rows: int
     splits: int
     warps: int
     stages: int
     pdl: bool
+    keys: int = 64
 
 
 @dataclass(frozen=True)
@@ -49,9 +53,9 @@ def device_of(device: torch.device) -> Device:
     return Device(properties.major * 10 + properties.minor, properties.multi_processor_count, shared)
 
 
-def shared_bytes(rows: int, block_size: int, dims: tuple[int, int], itemsize: int, stages: int) -> int:
+def shared_bytes(rows: int, keys: int, dims: tuple[int, int], itemsize: int, stages: int) -> int:
     """Shared memory of the split kernel: ``stages`` buffers of K and V, and a tile of queries, weights or results."""
-    return (stages * block_size * sum(dims) + rows * max(*dims, block_size)) * itemsize
+    return (stages * keys * sum(dims) + rows * max(*dims, keys)) * itemsize
 
 
 def padded_dims(dim: int, v_dim: int) -> tuple[int, int]:
@@ -81,12 +85,16 @@ def _choose(device: Device, itemsize: int, batch: int, kv_heads: int, rows: int,
     else:
         # Exact float32 products run on the ordinary arithmetic units: registers bound the tile.
         tile, wanted = min(32, wide), 2
-    fitting = [
-        (height, stages)
-        for height in (64, 32, 16)
-        for stages in range(wanted, 0, -1)
-        if height <= tile and shared_bytes(height, block_size, dims, itemsize, stages) + RESERVE <= device.shared_bytes
-    ]
+    # Small blocks give way where even one buffer of 64 keys is too much; their number of splits never depends on their size.
+    for keys in (max(64, block_size), 32, 16):
+        fitting = [
+            (height, stages)
+            for height in (64, 32, 16)
+            for stages in range(wanted, 0, -1)
+            if height <= tile and shared_bytes(height, keys, dims, itemsize, stages) + RESERVE <= device.shared_bytes
+        ]
+        if fitting or keys // 2 < block_size:
+            break
     if not fitting:
         raise ValueError(f"head dims {dim} and {v_dim} with blocks of {block_size} need more shared memory than the device has")
     # A pipeline needs two buffers: prefer it to a taller tile.
@@ -97,7 +105,7 @@ def _choose(device: Device, itemsize: int, batch: int, kv_heads: int, rows: int,
 
     def resident(depth: int) -> int:
         # Every resident block takes one more KiB for the system.
-        each = shared_bytes(tile, block_size, dims, itemsize, depth) + 1024
+        each = shared_bytes(tile, keys, dims, itemsize, depth) + 1024
         return max(1, min(2, (device.shared_bytes + 1024) // each))
 
     def idle(depth: int) -> float:
@@ -110,7 +118,7 @@ def _choose(device: Device, itemsize: int, batch: int, kv_heads: int, rows: int,
     if stages > 2 and resident(stages) == 1 and resident(stages - 1) == 2 and (tiles > 1 or idle(stages) > 0.1):
         stages -= 1
     splits = device.processors * resident(stages) // groups
-    return Tiling(tile, max(1, min(64, splits)), warps, stages, pdl=device.capability >= 90)
+    return Tiling(tile, max(1, min(64, splits)), warps, stages, device.capability >= 90, keys)
 
 
 def why_not_tiled(device: torch.device, dtype: torch.dtype, dim: int, v_dim: int, block_size: int) -> str | None:

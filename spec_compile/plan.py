@@ -55,6 +55,9 @@ def _fraction(value: float | None, where: str) -> None:
 class AttentionPlan:
     """Block-sparse attention over the KV cache.
 
+    The defaults are the setting that lost least quality at equal bytes without being slow on a GPU (benchmarks/RESULTS.md); the
+    paper's own are ``block_size=64, query="first"``.
+
     Attributes:
         budget: keys read per KV head: an int counts tokens, a float in (0, 1] is a fraction of the live keys, None reads all.
         budget_floor: L0 of the paper's law ``floor((L - L0) * rho + L0)``, with ``budget`` as rho; tokens.
@@ -76,12 +79,12 @@ class AttentionPlan:
 
     budget: int | float | None = None
     budget_floor: int | None = None
-    block_size: int = 64
+    block_size: int = 16
     sink: int = 1
     recent: int = 2
     min_context: int = 0
     representative: str = "mean"
-    query: str = "first"
+    query: str = "all"
     aggregate: str = "max"
     heads: str = "own"
     joint: bool = False

@@ -62,6 +62,11 @@ class BlockSummaries:
             self.valid = torch.zeros(valid.shape, dtype=valid.dtype, device=valid.device)
         self._versions: list[int] = []
 
+    @property
+    def alive(self) -> bool:
+        """Whether all its caches still exist; a layer may have been given another tensor."""
+        return all(held() is not None for held in self._keys)
+
     def belongs_to(self, keys: Sequence[Tensor]) -> bool:
         return len(keys) == len(self._keys) and all(held() is k for held, k in zip(self._keys, keys))
 
@@ -96,6 +101,8 @@ def _look_up(keys: Sequence[Tensor], members: Sequence[StateInput], valid: State
     signature = (valid.block_size, valid.representative, len(keys), *(id(k) for k in keys))
     found = owned.get(signature)
     if found is None or not found.belongs_to(keys):
+        for other in [name for name, old in owned.items() if not old.alive]:
+            del owned[other]
         if keys[0].is_cuda and torch.cuda.is_current_stream_capturing():
             raise CacheError("block summaries of this cache do not exist yet: run one step before capturing it")
         found = owned[signature] = BlockSummaries(keys, members, valid)

@@ -42,7 +42,8 @@ def compile_verify(
         strict: raise where an attention is refused, instead of warning.
         cudagraphs: on a CUDA device, capture the whole step and replay it: every call then runs ``draft_len + 1`` rows
             (fewer are padded) and costs one launch. The model's weights must keep their storage. Calls with position_ids or
-            attention_mask run compiled, but not captured.
+            attention_mask run compiled, but not captured; so do sparse steps of fewer rows, since the padding would take part in
+            the selection.
         options: further backend options.
 
     Returns:
@@ -118,7 +119,9 @@ class VerifyFunction:
         rows = self._check(input_ids, sparse)
         if self._switch is not None:
             self._switch.set(sparse is not False)
-        if self._capture and position_ids is None and attention_mask is None:
+        # The rows of a padding would score blocks, and count among the recent ones.
+        sparse_and_padded = self._switch is not None and sparse is not False and rows <= self.draft_len
+        if self._capture and not sparse_and_padded and position_ids is None and attention_mask is None:
             if self._step_graph is None:
                 self._step_graph = StepGraph(self._run, self.model, self.cache, input_ids.shape[0], self.draft_len + 1)
             held = self._step_graph.held()

@@ -5,6 +5,8 @@ Run as a script, in a process where TRITON_INTERPRET is not set; prints a line f
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from typing import Any
 
 import triton
@@ -14,17 +16,22 @@ from triton.compiler import ASTSource
 
 from spec_compile.kernels import (
     attention_triton,
+    block_mass_triton,
     block_summary_triton,
     linears_triton,
     live_blocks_triton,
     select_blocks_triton,
+    tiling,
 )
 
 TARGET = GPUTarget("cuda", 90, 32)
+FLOATS = ("scale", "softcap")
 
 
-def build(label: str, kernel: Any, pointers: dict[str, str], constants: dict[str, Any], **options: Any) -> None:
-    """Arguments that are neither pointers nor constants are ``scale`` and ``softcap`` (float) or integers."""
+def build(
+    label: str, kernel: Any, pointers: dict[str, str], constants: dict[str, Any], aligned: Iterable[str] = (), **options: Any
+) -> Any:
+    """Arguments that are neither pointers nor constants are floats (``FLOATS``) or integers, ``aligned`` ones divisible by 16."""
     signature: dict[str, str] = {}
     values: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], Any] = {}
@@ -36,11 +43,15 @@ def build(label: str, kernel: Any, pointers: dict[str, str], constants: dict[str
             signature[name] = "*" + pointers[name]
             attributes[(position,)] = [["tt.divisibility", 16]]
         else:
-            signature[name] = "fp32" if name in ("scale", "softcap") else "i32"
-    unknown = (set(constants) | set(pointers)) - set(kernel.arg_names)
+            signature[name] = "fp32" if name in FLOATS else "i32"
+            if name in aligned:
+                attributes[(position,)] = [["tt.divisibility", 16]]
+    unknown = (set(constants) | set(pointers) | set(aligned)) - set(kernel.arg_names)
     assert not unknown, unknown
-    triton.compile(ASTSource(kernel, signature, values, attributes), target=TARGET, options={"num_warps": 4, **options})
+    source = ASTSource(kernel, signature, values, attributes)
+    compiled = triton.compile(source, target=TARGET, options={"num_warps": 4, **options})
     print(label, flush=True)
+    return compiled
 
 
 def attention() -> None:
@@ -49,7 +60,7 @@ def attention() -> None:
         for splits in (1, 16):
             constants = {
                 "HEADS": 32, "GROUP": 4, "D": 128, "DV": 128, "BD": 128, "BDV": 128, "M": 64, "TILES": 1, "BLOCK": 64,
-                "SPLITS": splits, "SCAN": 64, "MASK_KIND": kind, "HIDDEN": -1e38, "LISTED": listed, "FLAGGED": listed,
+                "SUBS": 1, "SPLITS": splits, "SCAN": 64, "MASK_KIND": kind, "HIDDEN": -1e38, "LISTED": listed, "FLAGGED": listed,
                 "INLINE": inline, "HAS_CAP": cap, "HAS_SINKS": splits == 1, "PRECISION": None, "PDL": True,
                 "q_d": 1, "k_d": 1, "v_d": 1, "o_d": 1,
             }  # fmt: skip
@@ -62,6 +73,36 @@ def attention() -> None:
     constants = {"HEADS": 32, "DV": 128, "BDV": 128, "SPLITS": 16, "BSPLITS": 16, "HAS_SINKS": True, "PDL": True, "o_d": 1}
     pointers = {"TOP": "fp32", "TOTAL": "fp32", "PARTIAL": "fp32", "SINKS": "bf16", "OUT": "bf16"}
     build("attention reduce", attention_triton._reduce_kernel, pointers, constants)
+
+
+def attention_in_small_blocks() -> None:
+    """Keys of several blocks a tile: still copied 16 bytes at a time, in as many buffers as those of whole blocks."""
+    pointers = {
+        "Q": "bf16", "K": "bf16", "V": "bf16", "MASK": "u8", "IDS": "i32", "COUNT": "i32", "FULL": "u8", "SINKS": "bf16",
+        "TOP": "fp32", "TOTAL": "fp32", "PARTIAL": "fp32", "OUT": "bf16",
+    }  # fmt: skip
+    strides = [f"{x}_{axis}" for x in "qkv" for axis in ("b", "h", "s" if x != "q" else "t")]
+    for block, dim, stages, kind in (
+        (8, 128, 3, 1),
+        (16, 128, 3, 1),
+        (8, 64, 4, 1),
+        (16, 64, 4, 1),
+        (8, 128, 3, 0),
+        (32, 128, 3, 2),
+    ):
+        inline, flagged = kind == 2, kind == 1
+        constants = {
+            "HEADS": 32, "GROUP": 4, "D": dim, "DV": dim, "BD": dim, "BDV": dim, "M": 64, "TILES": 1, "BLOCK": block,
+            "SUBS": 64 // block, "SPLITS": 16, "SCAN": 64, "MASK_KIND": kind, "HIDDEN": -1e38, "LISTED": True, "FLAGGED": flagged,
+            "INLINE": inline, "HAS_CAP": False, "HAS_SINKS": False, "PRECISION": None, "PDL": True,
+            "q_d": 1, "k_d": 1, "v_d": 1, "o_d": 1,
+        }  # fmt: skip
+        compiled = build(f"attention blocks of {block} dim {dim} mask {kind}", attention_triton._split_kernel,
+                         {**pointers, "MASK": "bf16" if inline else "u8"}, constants, strides, num_stages=stages)  # fmt: skip
+        assert compiled.metadata.shared <= tiling.shared_bytes(64, 64, (dim, dim), 2, stages) + tiling.RESERVE
+        copies = re.findall(r"cp\.async\.c[ag]\.\S+ .*?, 0x([0-9a-f]+), ", compiled.asm["ptx"])
+        # A thread's share of K and V of one tile, once in the loop and once for each buffer filled ahead of it.
+        assert copies == ["10"] * (stages * 2 * 64 * dim * 2 // 16 // 128), (len(copies), {*copies})
 
 
 def live_blocks() -> None:
@@ -84,18 +125,34 @@ def selection() -> None:
                                       ("bf16", True, 3, False), ("fp32", False, 2, False)):  # fmt: skip
         constants = {
             "KV_HEADS": 8, "GROUP": 4, "D": 128, "BD": 128, "M": 32, "BN": 64, "QUERY": query, "BOUNDS": bounds, "MEAN": mean,
-            "WIDE": query == 3, "q_d": 1, "s_d": 1,
+            "WIDE": query == 3, "BLOCK": 64, "SHARE": 0.3, "ORDERED": query != 1, "PDL": True, "q_d": 1, "s_d": 1,
         }  # fmt: skip
-        build(f"block scores {kind} {query}", select_blocks_triton._score_kernel, {"Q": kind, "SUMMARY": kind, "SCORES": "fp32"},
-              constants)  # fmt: skip
+        pointers = {
+            "Q": kind, "SUMMARY": kind, "SCORES": "fp32" if query == 1 else "u32", "IDS": "i32", "COUNT": "i32",
+            "POSITION": "i64", "GATE": "i64",
+        }  # fmt: skip
+        build(f"block scores {kind} {query}", select_blocks_triton._score_kernel, pointers, constants)
     pointers = {
-        "SCORES": "fp32", "IDS": "i32", "COUNT": "i32", "FULL": "u8", "POSITION": "i64", "GATE": "i64", "OUT_IDS": "i32",
-        "OUT_COUNT": "i32", "OUT_FULL": "u8",
+        "SCORES": "fp32", "KEYS": "u32", "IDS": "i32", "COUNT": "i32", "FULL": "u8", "POSITION": "i64", "GATE": "i64",
+        "OUT_IDS": "i32", "OUT_COUNT": "i32", "OUT_FULL": "u8",
     }  # fmt: skip
-    for joint in (False, True):
-        for pooled in (False, True):
-            constants = {"HEADS": 8, "JOINT": joint, "POOLED": pooled, "CHUNK": 2048, "SHARE": 0.3}
-            build(f"contest joint {joint} pooled {pooled}", select_blocks_triton._contest_kernel, pointers, constants)
+    aligned = ("blocks", "i_b", "f_b")
+    for chunk, scored, pooled in ((256, True, False), (2048, True, False), (2048, False, True), (16_384, False, False),
+                                  (16_384, True, False), (16_384, True, True)):  # fmt: skip
+        constants = {
+            "HEADS": 8, "POOLED": pooled, "CHUNK": chunk, "STEP": min(chunk, 4096), "BLOCK": 64, "SHARE": 0.3, "SCORED": scored,
+            "PDL": True,
+        }  # fmt: skip
+        found = build(f"contest of {chunk} scored {scored} pooled {pooled}", select_blocks_triton._contest_kernel, pointers,
+                      constants, aligned, num_warps=min(16, max(4, chunk // 512)))  # fmt: skip
+        assert found.metadata.shared <= 48 << 10
+    for joint, scored, pooled in ((False, True, False), (True, True, False), (True, False, False), (True, True, True)):
+        constants = {
+            "HEADS": 8, "JOINT": joint, "POOLED": pooled, "CHUNK": 4096, "GROUPS": 16, "BLOCK": 64, "SHARE": 0.3,
+            "SCORED": scored, "PDL": True,
+        }  # fmt: skip
+        build(f"contest in memory joint {joint} scored {scored} pooled {pooled}", select_blocks_triton._streamed_contest_kernel,
+              pointers, constants, aligned, num_warps=16)  # fmt: skip
     types = {"bf16": tl.bfloat16, "fp32": tl.float32}
     for kind in types:
         for bounds in (False, True):
@@ -108,8 +165,40 @@ def selection() -> None:
                 build(f"summary {kind} {bounds} {decide}", block_summary_triton._summary_kernel, pointers, constants)
 
 
+def masses() -> None:
+    pointers = {
+        "IDS": "i32", "COUNT": "i32", "GATE": "i64", "BLOCK_SUMS": "fp32", "SPLIT_SUMS": "fp32", "MASS": "fp32",
+    }  # fmt: skip
+    strides = ("q_b", "q_h", "q_t", "k_b", "k_h", "k_s")
+    for kind, rows, block, query, mask in (("bf16", 16, 64, 0, "u8"), ("bf16", 16, 8, 1, "bf16"), ("bf16", 64, 16, 2, "u8"),
+                                           ("bf16", 128, 128, 2, "bf16"), ("bf16", 16, 64, 3, "u8"), ("fp16", 128, 64, 3, "fp16"),
+                                           ("fp32", 32, 64, 2, "u8")):  # fmt: skip
+        wide = kind == "fp32"
+        constants = {
+            "KV_HEADS": 8, "GROUP": 4, "D": 128, "BD": 128, "M": rows, "BLOCK": block, "SUBS": max(1, 64 // block), "SPLITS": 48,
+            "SLICE": 64, "QUERY": query, "MASK_KIND": 1 if mask == "u8" else 2, "HIDDEN": -1e38, "HAS_CAP": rows == 16,
+            "PRECISION": "ieee" if wide else None, "PDL": True, "q_d": 1, "k_d": 1, "m_s": 1,
+        }  # fmt: skip
+        stages = 2 if wide else 3 if block == 128 else 4
+        found = build(f"block mass {kind} rows {rows} block {block} query {query}", block_mass_triton._sum_kernel,
+                      {**pointers, "Q": kind, "K": kind, "MASK": mask}, constants, strides, num_stages=stages,
+                      num_warps=8 if rows > (16 if wide else 64) else 4)  # fmt: skip
+        size, keys = 4 if wide else 2, max(64, block)
+        queries = rows * 128 * size * (2 if query == 3 and not wide else 1)
+        assert found.metadata.shared <= queries + rows * keys * 4 + stages * keys * 128 * size
+        assert set(re.findall(r"cp\.async\.c[ag]\.\S+ .*?, 0x([0-9a-f]+), ", found.asm["ptx"])) == {"10"}
+    for rows, sinks in ((16, False), (128, True)):
+        constants = {
+            "KV_HEADS": 8, "GROUP": 4, "M": rows, "BLOCK": 64, "SPLITS": 48, "BSPLITS": 64, "BLOCKS": 64, "HAS_SINKS": sinks,
+            "PDL": True,
+        }  # fmt: skip
+        build(f"block mass shares of {rows} rows", block_mass_triton._share_kernel, {**pointers, "SINKS": "bf16"}, constants)
+
+
 if __name__ == "__main__":
     attention()
+    attention_in_small_blocks()
     live_blocks()
     linears()
     selection()
+    masses()

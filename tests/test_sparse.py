@@ -135,8 +135,8 @@ def simulate() -> Iterator[Any]:
 
 
 PLANS = {
-    "SSSSS": AttentionPlan(budget=48, block_size=16),
-    "S0S2S": AttentionPlan(budget=48, block_size=16, index_topk_freq=2),
+    "SSSSS": AttentionPlan(budget=48, block_size=16, query="first"),
+    "S0S2S": AttentionPlan(budget=48, block_size=16, query="first", index_topk_freq=2),
     "S000S": AttentionPlan(budget=32, block_size=8, sink=2, recent=3, query="all", index_topk_pattern="FSSSF"),
     "dS1S3": AttentionPlan(budget=32, block_size=32, dense_first=1, anchors=(1, 3)),
     "dSd1d": AttentionPlan(budget=48, block_size=16, include=(1, 3), anchors=(1,)),

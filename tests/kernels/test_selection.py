@@ -77,7 +77,7 @@ def select(c: Case, rule: Rule, kernel: str = "reference", block_size: int = BLO
     pytest.importorskip("triton")
     from spec_compile.kernels.select_blocks_triton import select_blocks_triton, why_not
 
-    reason = why_not(c.q, c.summary, rule.query, rule.aggregate)
+    reason = None if c.scores is not None else why_not(c.q, c.summary, rule.query, rule.aggregate)
     if reason is not None:
         pytest.skip(reason)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -243,6 +243,80 @@ def test_many_blocks(blocks: int, kernel: str) -> None:
         order = sorted(contest, key=lambda block: (-value[block].item(), block))
         wanted = sorted([700, *order[:1000], blocks - 2, blocks - 1])
         assert ids[0, head, : int(count[0, head])].tolist() == wanted
+
+
+def given_scores(kind: str, shape: tuple[int, ...]) -> Tensor:
+    """Scores that are hard to search among."""
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(shape, generator=generator)
+    odd = torch.rand(shape, generator=generator)
+    if kind == "ties":
+        return (4 * x).round()
+    if kind == "equal":
+        return torch.full(shape, -3.0)
+    if kind == "wide":
+        # From denormals to the largest numbers.
+        return x * torch.exp2(torch.randint(-148, 127, shape, generator=generator).float())
+    if kind == "infinite":
+        x = torch.where(odd < 0.3, -torch.inf, x)
+        x = torch.where((odd > 0.3) & (odd < 0.35), torch.inf, x)
+        return torch.where(odd > 0.9, torch.where(odd > 0.95, torch.nan, -torch.tensor(torch.nan)), x)
+    if kind == "zeros":
+        return torch.where(odd < 0.5, 0.0, -0.0) + torch.where(odd > 0.9, x, 0.0)
+    assert kind == "mass"
+    return torch.softmax(4 * x, -1)
+
+
+@pytest.mark.parametrize("kind", ["ties", "equal", "wide", "infinite", "zeros", "mass"])
+@pytest.mark.parametrize(("heads", "joint"), [("own", False), ("pooled", False), ("own", True)])
+@pytest.mark.parametrize("blocks", [1, 37, 600, 2048, 16_384, 16_500] if torch.cuda.is_available() else [1, 37, 600, 16_500])
+def test_the_search_agrees_with_sorting(blocks: int, heads: str, joint: bool, kind: str) -> None:
+    """Given scores, few and many blocks: keys in registers, and in memory where heads compete or blocks are very many."""
+    if heads == "pooled" and kind == "infinite":
+        pytest.skip("a mean of infinities is no number")
+    scores = given_scores(kind, (2, 2, blocks))
+    start = 8 * blocks - 12
+    mask = torch.cat([causal(max(start - shift, 0), 2, 8 * blocks) for shift in (0, 9)])
+    mask[1, ..., : 2 * blocks] = False
+    mask[0, ..., 40:48] = False
+    lists, position = library.live_blocks(mask, 8), torch.tensor([max(start, 0), max(start - 9, 0)])
+    c = Case(torch.ones(2, 4, 2, 8), torch.empty(2, 2, 0, 8), torch.empty(0), lists, position, scores)
+    for tokens in (0, 8, 8 * (blocks // 7), 8 * (blocks - 9), 8 * blocks) if blocks < 1000 else (0, 8 * (blocks // 7)):
+        rule = Rule(heads=heads, joint=joint, tokens=tokens, share=0.0 if tokens else 1e-9)
+        wanted = select(c, rule, "reference", 8)
+        for found, same in zip(select(c, rule, "triton", 8), wanted, strict=True):
+            assert torch.equal(found, same)
+
+
+@pytest.mark.parametrize("rule", [Rule(min_context=10_000), Rule(tokens=100_000), Rule(tokens=0, share=0.1, floor=10_000)])
+@pytest.mark.parametrize("pooled", [False, True])
+def test_steps_that_keep_everything_are_not_scored(rule: Rule, pooled: bool) -> None:
+    pytest.importorskip("triton")
+    from spec_compile.kernels import select_blocks_triton as kernel
+
+    c, written = case(), []
+
+    class Spy:
+        """The score kernel, with a look at what it leaves in its output."""
+
+        def __getitem__(self, grid: Any) -> Any:
+            def launch(*operands: Any, **constants: Any) -> None:
+                untouched = torch.full_like(operands[6].view(torch.int32), 7)
+                operands[6].view(torch.int32).copy_(untouched)
+                score[grid](*operands, **constants)
+                written.append(not torch.equal(operands[6].view(torch.int32), untouched))
+
+            return launch
+
+    score = kernel._score_kernel
+    try:
+        kernel._score_kernel = Spy()
+        for one in (rule, Rule()):
+            one = replace(one, heads="pooled" if pooled else "own")
+            assert chosen(select(c, one, "triton")) == expected(c, one)
+    finally:
+        kernel._score_kernel = score
+    assert written == [False, True]
 
 
 @kernels

@@ -73,10 +73,11 @@ SPECS = [
 ]
 
 
+@pytest.mark.parametrize("block_size", [8, 64])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_equals_float64(spec: Spec, dtype: torch.dtype) -> None:
-    check(dataclasses.replace(spec, dtype=dtype))
+def test_equals_float64(spec: Spec, dtype: torch.dtype, block_size: int) -> None:
+    check(dataclasses.replace(spec, dtype=dtype), block_size)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 8, 9, 16, 33, 64] if CUDA else [2, 33])
@@ -93,7 +94,7 @@ def test_head_dims(dim: int, v_dim: int, dtype: torch.dtype) -> None:
     check(Spec(batch=1, heads=4, kv_heads=2, rows=9, kv_len=150, dim=dim, v_dim=v_dim, dtype=dtype), 64 if CUDA else 32)
 
 
-@pytest.mark.parametrize("block_size", [16, 32, 64, 128])
+@pytest.mark.parametrize("block_size", [8, 16, 32, 64, 128])
 @pytest.mark.parametrize("kv_len", [1, 16, 65, 127, 500] if CUDA else [1, 65])
 def test_cache_lengths_and_block_sizes(block_size: int, kv_len: int) -> None:
     call = make(Spec(rows=1, kv_len=kv_len, dtype=torch.float16), seen=kv_len)
@@ -110,20 +111,143 @@ def test_selections(name: str, spec: Spec) -> None:
     assert error(found.cpu(), einsum64(call, keys_of(chosen, BLOCK, spec.kv_len))) < 4e-6
 
 
+def small_lists(call: Call, block_size: int, seed: int = 1) -> list[list[list[int]]]:
+    """Half of the cache's blocks in lists of unequal length per batch row and KV head; the last one is empty."""
+    generator = torch.Generator().manual_seed(seed)
+    batch, heads, kv_len = call.k.shape[:3]
+    blocks = -(-kv_len // block_size)
+    lists = [[torch.nonzero(torch.rand(blocks, generator=generator) < 0.5)[:, 0].tolist() for _ in range(heads)]
+             for _ in range(batch)]  # fmt: skip
+    lists[0][0] = [*range(max(1, blocks - 1))]
+    lists[-1][-1] = []
+    return lists
+
+
+def flags_of(call: Call, ids: Tensor, block_size: int) -> Tensor:
+    """``full`` of listed blocks."""
+    batch, kv_len = call.k.shape[0], call.k.shape[2]
+    plain = torch.ones(batch, kv_len, dtype=torch.bool)
+    if call.mask is not None:
+        plain = (call.mask if call.mask.dtype == torch.bool else call.mask == 0).flatten(1, 2).all(1).expand(batch, -1)
+    plain = torch.nn.functional.pad(plain, (0, -kv_len % block_size)).unflatten(1, (-1, block_size)).all(2)
+    flags = plain[:, None].expand(-1, ids.shape[1], -1).gather(2, ids.clamp(min=0).long())
+    return (flags & (ids >= 0)).to(torch.uint8)
+
+
+@pytest.mark.parametrize("flagged", [True, False])
+@pytest.mark.parametrize("block_size", [8, 16, 32, 64, 128])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        Spec(mask="none", kv_len=203), Spec(mask="causal", kv_len=331), Spec(mask="additive", kv_len=203),
+        Spec(mask="heads", kv_len=203, sinks=True), Spec(mask="bool", kv_len=210, rows=3, dtype=torch.float16),
+        Spec(mask="causal", kv_len=5, rows=2),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_ragged_lists_of_every_block_size(spec: Spec, block_size: int, flagged: bool) -> None:
+    call = make(spec)
+    chosen = small_lists(call, block_size)
+    ids, count = listed(chosen)
+    full = flags_of(call, ids, block_size)
+    keys = keys_of(chosen, block_size, spec.kv_len)
+    wanted = einsum64(call, keys)
+    # Slots that no list names, and the padding of the lists, are never touched.
+    for x in (call.k, call.v):
+        x.masked_fill_(~keys.unsqueeze(-1), torch.nan)
+    ids = torch.where(ids < 0, 1 << 28, ids)
+    c = moved(call)
+    lists = (ids.to(DEVICE), count.to(DEVICE), full.to(DEVICE) if flagged else None)
+    found = attention_triton(c.q, c.k, c.v, c.mask, *lists, block_size, c.scale, c.softcap, c.sinks).cpu()
+    assert error(found, wanted) < TOLERANCE[spec.dtype]
+    assert (found[-1, -(spec.heads // spec.kv_heads) :] == 0).all()
+
+
+def tiling_of(call: Call, block_size: int) -> tiling.Tiling:
+    batch, heads, rows, dim = call.q.shape
+    kv_heads = call.k.shape[1]
+    rows *= heads // kv_heads
+    return tiling.choose_tiling(call.q.device, call.q.dtype, batch, kv_heads, rows, dim, call.v.shape[3], block_size)
+
+
+@pytest.mark.parametrize("flagged", [True, False])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        Spec(mask="none", kv_len=270), Spec(mask="causal", kv_len=331), Spec(mask="causal", kv_len=448, dtype=DTYPES[-1]),
+        Spec(mask="additive", kv_len=230), Spec(mask="heads", kv_len=230), Spec(mask="causal", kv_len=3, rows=1),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_small_blocks_give_the_bits_of_whole_tiles(spec: Spec, flagged: bool) -> None:
+    """Every live block listed, the live range starting at a multiple of 64 keys: the same sums in the same order."""
+    call = make(spec)
+    if call.mask is not None and spec.kv_len > 64:
+        seen = call.mask if call.mask.dtype == torch.bool else call.mask > -1e4
+        hidden = False if call.mask.dtype == torch.bool else torch.finfo(call.mask.dtype).min
+        call.mask[~seen] = hidden
+        # Whole blocks of 64 before the last rows, so that a finer list has no block less.
+        first = torch.arange(spec.kv_len) < 64
+        call.mask[0] = call.mask[0].masked_fill(first, hidden)
+        if call.mask.dtype == torch.bool:
+            call.mask[0, ..., 64:128] = True
+        else:
+            call.mask[0, ..., 64:128] = call.mask[1, ..., 64:128]
+    mask = call.mask if call.mask is not None else torch.ones(1, 1, 1, spec.kv_len, dtype=torch.bool)
+    c = moved(call)
+    for splits in (1, 3):
+        results = []
+        for block_size in (64, 8, 16, 32) if splits == 3 else (64, 8):
+            ids, count, full = (x.to(DEVICE) for x in live_blocks_reference(mask, block_size))
+            operands = (c.q, c.k, c.v, c.mask, ids, count, full if flagged else None)
+            cut = dataclasses.replace(tiling_of(c, block_size), splits=splits)
+            results.append(attention_triton(*operands, block_size, c.scale, c.softcap, c.sinks, tiling=cut))
+        assert all(torch.equal(found, results[0]) for found in results)
+        assert error(results[0].cpu(), einsum64(call)) < TOLERANCE[spec.dtype]
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("block_size", [8, 64])
+def test_lists_without_a_block_give_zeros(block_size: int, sinks: bool) -> None:
+    c = moved(make(Spec(mask="causal", kv_len=170, sinks=sinks)))
+    c.k.fill_(torch.nan)
+    c.v.fill_(torch.nan)
+    ids = torch.full((2, 2, 22), -1, dtype=torch.int32, device=DEVICE)
+    count = torch.zeros(2, 2, dtype=torch.int32, device=DEVICE)
+    for full in (None, torch.zeros_like(ids, dtype=torch.uint8)):
+        found = attention_triton(c.q, c.k, c.v, c.mask, ids, count, full, block_size, c.scale, 0.0, c.sinks)
+        assert (found == 0).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_splits_do_not_depend_on_the_size_of_small_blocks(dtype: torch.dtype) -> None:
+    for device in (tiling.Device(90, 132, 232448), tiling.Device(86, 84, 101376), tiling.INTERPRETER):
+        for dim, rows in ((64, 8), (128, 36), (256, 128)):
+            found = []
+            for block_size in (8, 16, 32, 64):
+                try:
+                    found.append(tiling._choose(device, dtype.itemsize, 1, 8, rows, dim, dim, block_size))
+                except ValueError:
+                    assert block_size == 64
+            # Where blocks of 64 do not fit, smaller ones take a smaller tile.
+            assert found[0].keys == 64 or len(found) == 3
+            assert all(x.splits == found[0].splits for x in found if x.keys == found[0].keys)
+
+
 @pytest.mark.parametrize(
     "spec", [Spec(), Spec(mask="causal", kv_len=170), Spec(mask="additive"), Spec(mask="heads"), Spec(softcap=2.0)], ids=str
 )
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
-@pytest.mark.parametrize("lists", [True, False])
-def test_hidden_slots_never_reach_the_result(spec: Spec, poison: float, lists: bool) -> None:
+@pytest.mark.parametrize(("lists", "block_size"), [(True, 8), (True, 64), (False, 64)])
+def test_hidden_slots_never_reach_the_result(spec: Spec, poison: float, lists: bool, block_size: int) -> None:
     call = moved(make(spec))
     assert call.mask is not None
 
     def attend() -> Tensor:
         if lists:
-            return run(call)
+            return run(call, block_size)
         return attention_triton(
-            call.q, call.k, call.v, call.mask, None, None, None, BLOCK, call.scale, call.softcap, call.sinks
+            call.q, call.k, call.v, call.mask, None, None, None, block_size, call.scale, call.softcap, call.sinks
         )  # fmt: skip
 
     wanted = attend()
@@ -265,7 +389,8 @@ def test_providers_refuse_with_a_reason() -> None:
 
     assert "device cpu" in str(ask(device="cpu"))
     assert "float64" in str(ask(torch.float64))
-    assert "block_size 8" in str(ask(block_size=8))
+    assert "block_size 4" in str(ask(block_size=4))
+    assert "block_size 256" in str(ask(block_size=256))
     assert "head dim 320" in str(ask(dim=320))
     assert "mask dtype torch.float64" in str(ask(mask=torch.zeros(1, 1, 1, 1, dtype=torch.float64)))
     if CUDA:

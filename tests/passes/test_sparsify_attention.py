@@ -27,7 +27,7 @@ SUMMARY = torch.ops.spec_compile.block_summary_v1_.default
 MASS = torch.ops.spec_compile.block_mass_v1.default
 GATHERED = torch.ops.spec_compile.attention_gathered_v1.default
 SIZES = Sizes(rows=3, slots=64, seen=45)
-PLAN = AttentionPlan(budget=8, block_size=8, sink=0, recent=1)
+PLAN = AttentionPlan(budget=8, block_size=8, sink=0, recent=1, query="first")
 Layer = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
@@ -128,7 +128,7 @@ def wanted(layers: int, given: list[Any], plan: AttentionPlan, anchors: list[int
 @pytest.mark.parametrize("lowering", ["reference", "auto"])
 @pytest.mark.parametrize("pattern", ["FFF", "FSS", "FSF"])
 def test_numerics(pattern: str, lowering: str) -> None:
-    plan = AttentionPlan(budget=8, block_size=8, sink=1, recent=1, index_topk_pattern=pattern)
+    plan = AttentionPlan(budget=8, block_size=8, sink=1, recent=1, query="first", index_topk_pattern=pattern)
     gm, _, ctx = sparsified(3, plan, lowering=lowering)
     assert count(gm, GATHERED) == (3 if lowering == "auto" else 0)
     anchors = [max(i for i in range(layer + 1) if pattern[i] == "F") for layer in range(3)]

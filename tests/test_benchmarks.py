@@ -1,0 +1,119 @@
+"""The parts of the quality benchmarks that can be wrong without anybody noticing: densities, divergences, masses."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", minversion="5.17")
+pytest.importorskip("rich")
+
+import spec_compile as sc
+from spec_compile.kernels.block_mass import block_mass_reference
+from spec_compile.kernels.blocks import live_blocks_reference
+from spec_compile.models.zoo import FAMILIES, VOCAB, build
+
+PREFIX, TOKENS, ROWS = 96, 16, 8
+
+
+@pytest.fixture
+def benchmarks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """``quality`` and ``selection``, as they are when run as scripts."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    import quality
+    import selection
+
+    yield quality, selection
+    for name in ("quality", "selection"):
+        sys.modules.pop(name, None)
+
+
+def prepared(quality: Any) -> tuple[Any, Any, Any]:
+    model = build("llama", FAMILIES["llama"].implementations[0])
+    cache = sc.VerifyCache(model, max_len=PREFIX + TOKENS)
+    ids = torch.randint(3, VOCAB, (1, PREFIX + TOKENS + 1))
+    document = quality.prefill(model, "random", ids, PREFIX)
+    document.exact, _ = quality.exact_logits(quality.make_verify(model, cache, ROWS, None, "eager"), document, ROWS)
+    return model, cache, document
+
+
+def measured(quality: Any, model: Any, cache: Any, document: Any, **attention: Any) -> dict[str, Any]:
+    verify = quality.make_verify(model, cache, ROWS, {"attention": attention}, "eager")
+    return quality.evaluate(verify, document, ROWS)
+
+
+def test_named_plans_are_plans(benchmarks: Any) -> None:
+    quality, _ = benchmarks
+    for fields in quality.PLANS.values():
+        assert not sc.AttentionPlan(**fields).exact
+    assert set(quality.DEFAULT_PLANS) <= set(quality.PLANS)
+    assert {"prose", "sqlite-docs", "verse", "argparse", "typing"} == set(quality.texts())
+
+
+def test_covering_budget_is_exact_and_reads_everything(benchmarks: Any) -> None:
+    quality, _ = benchmarks
+    row = measured(quality, *prepared(quality), budget=1024, block_size=8, query="all")
+    assert row["bit_identical"] and row["kl"] == 0 and row["flips_percent"] == 0 and row["dnll"] == 0
+    assert row["block_density"] == 1
+    # One mean key of 8 keys, K only: a sixteenth of the blocks' K and V, and a last block that is never shorter here.
+    assert row["total_density"] == pytest.approx(1 + 1 / 16)
+
+
+def test_density_counts_dense_layers_followers_and_selection(benchmarks: Any) -> None:
+    quality, _ = benchmarks
+    model, cache, document = prepared(quality)
+    layers = model.config.num_hidden_layers
+    held = [PREFIX + ROWS, PREFIX + 2 * ROWS]
+    # Budget of 4 blocks of 8, a sink block, the draft block and the one before it: 7 blocks of 8 keys.
+    sparse = 7 * 8 * len(held) / sum(held)
+    row = measured(quality, model, cache, document, budget=32, block_size=8, sink=1, recent=2)
+    assert row["kl"] > 0 and not row["bit_identical"]
+    assert row["block_density"] == pytest.approx(sparse)
+    assert row["selected_density"] == pytest.approx(sparse * 4 / 7)
+    assert row["total_density"] == pytest.approx(sparse + 1 / 16)
+    fields = {"budget": 32, "block_size": 8, "sink": 1, "recent": 2}
+    row = measured(quality, model, cache, document, **fields, anchors=(0,), representative="exact")
+    assert row["total_density"] == pytest.approx(sparse + 0.5 / layers)
+    row = measured(quality, model, cache, document, **fields, dense_first=1)
+    assert row["block_density"] == pytest.approx((1 + (layers - 1) * sparse) / layers)
+
+
+def test_divergence_against_its_definition(benchmarks: Any) -> None:
+    quality, _ = benchmarks
+    exact, found = torch.tensor([[0.0, 0.0]]), torch.tensor([[0.0, 3.0]]).log()
+    # p = (1/2, 1/2), q = (0, 1) but for a finite logit.
+    found[0, 0] = 0.0
+    d = quality.divergence(exact, found, torch.tensor([1]))
+    q = torch.tensor([0.25, 0.75]).double()
+    assert d["kl"].item() == pytest.approx((0.5 * (0.5 / q).log()).sum().item(), rel=1e-6)
+    assert d["flip"].item() is True
+    assert d["dnll"].item() == pytest.approx((0.5 / q[1]).log().item(), rel=1e-6)
+
+
+def test_masses_of_selection_are_those_of_the_operator(benchmarks: Any) -> None:
+    _, selection = benchmarks
+    start, rows = 150, 8
+    q, k = torch.randn(1, 6, rows, 16), torch.randn(1, 2, 200, 16)
+    length = start + rows
+    mask = (torch.arange(length) <= start + torch.arange(rows)[:, None])[None, None]
+    masses = selection.row_masses(q, k, 0.25, start)
+    assert masses.sum(-1) == pytest.approx(torch.ones(2, 3, rows).numpy(), abs=1e-5)
+    for size in (8, 16, 64):
+        ids, count, _ = live_blocks_reference(mask, size)
+        expected = block_mass_reference(q, k[:, :, :length], mask, ids, count, torch.zeros(1), size, 0.25, "all", 0.0, None)
+        found = selection.coarser(masses, size, ids.shape[-1]).mean((1, 2))
+        torch.testing.assert_close(found, expected[0])
+
+
+def test_pick_stays_within_the_contest(benchmarks: Any) -> None:
+    _, selection = benchmarks
+    allowed = selection.contest(640, 8, 64)
+    assert allowed.tolist() == [False] + [True] * 8 + [False] * 2
+    chosen = selection.pick(torch.randn(5, 2, 11), allowed, 3)
+    assert chosen.sum(-1).eq(3).all() and not chosen[..., ~allowed].any()
+    assert selection.pick(torch.randn(2, 11), allowed, 99).sum(-1).eq(8).all()
