@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 TORCH := torch==2.13.0
 # A CPU build of torch brings no Triton; its kernels are tested in Triton's interpreter.
 TRITON := triton==3.7.1
+# Test processes.
+JOBS ?= 2
 
 .PHONY: test demo lint types unit bench clean
 
@@ -28,8 +30,9 @@ types: $(VENV)/.installed
 	ln -s $(CURDIR)/spec_compile/*.py $(addprefix $(CURDIR)/,passes kernels models) build/types/spec_compile/
 	cd build/types && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/setup.cfg -p spec_compile
 
+# One thread a worker: two workers of two threads each would wait for one another.
 unit: $(VENV)/.installed
-	$(BIN)/pytest -m "not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not gpu" -n $(JOBS)
 
 demo: $(VENV)/.installed
 	$(BIN)/spec-compile demo
