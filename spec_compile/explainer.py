@@ -54,7 +54,10 @@ def explain(model: Any, cache: Any, draft_len: int = 8, plan: Any = None, **opti
             run(ids, None, None, cache)
         except SpecCompileError:
             raise
-        except Exception:
+        except Exception as error:
+            inner = getattr(error, "inner_exception", None)
+            if isinstance(inner, SpecCompileError):
+                raise inner from None
             # Some families (OPT, BLOOM) read positions off a padding mask.
             if not hasattr(cache, "layers"):
                 raise

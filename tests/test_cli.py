@@ -50,7 +50,7 @@ def test_json_holds_the_numbers(folder: Callable[[str], Path], tmp_path: Path, c
     data = json.loads(target.read_text(encoding="utf-8"))
     assert set(data) == {
         "kind", "reason", "q_len", "kv_len", "dynamic", "attentions_rewritten", "attentions_refused", "kv_bytes",
-        "attentions", "passes", "inputs", "static_inputs", "seconds", "notes", "torch",
+        "attentions", "attentions_sparse", "sparse_bytes", "passes", "inputs", "static_inputs", "seconds", "notes", "torch",
     }  # fmt: skip
     assert (data["kind"], data["q_len"], data["kv_len"]) == ("verify", 5, 192)
     assert (data["attentions_rewritten"], data["attentions_refused"]) == (2, 0)
@@ -197,7 +197,8 @@ def test_json_has_the_usual_permissions(tmp_path: Path) -> None:
         (None, "No such file"),
         ("{", "is not JSON"),
         ('{"attention": {"bugdet": 1}}', "plan.attention: unknown key 'bugdet'"),
-        ('{"attention": {"budget": 2048}}', "plan.attention asks for sparsity, which this version does not run yet"),
+        ('{"ffn": {"budget": 0.5}}', "plan.ffn asks for sparsity, which this version does not run yet"),
+        ('{"attention": {"budget": 64, "anchors": [9]}}', "plan.attention.anchors: layer 9 does not exist"),
     ],
 )
 def test_bad_plans(

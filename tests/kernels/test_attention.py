@@ -517,9 +517,13 @@ def test_providers_answer_with_a_reason() -> None:
     call = make(Spec())
 
     def ask(x: Tensor) -> str | None:
-        return PROVIDERS[-1].supports(AttentionCall(x, x, x, call.mask, 0.0, False))
+        return folded.supports(AttentionCall(x, x, x, call.mask, 0.0, False))
 
-    assert PROVIDERS[-1].name == "folded"
+    folded, gathered = PROVIDERS[-2:]
+    assert (folded.name, gathered.name) == ("folded", "gathered")
+    assert "every live block" in str(gathered.supports(AttentionCall(call.q, call.k, call.v, call.mask, 0.0, False)))
+    selected = AttentionCall(call.q, call.k, call.v, call.mask, 0.0, False, selected=True)
+    assert gathered.supports(selected) is None and "selection" in str(folded.supports(selected))
     assert ask(call.q) is None
     assert ask(call.q.to("meta")) is None
     assert "float8" in str(ask(torch.empty(1, 1, 1, 1, dtype=torch.float8_e4m3fn)))
