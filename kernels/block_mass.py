@@ -22,18 +22,21 @@ def block_mass_reference(
     sinks: Tensor | None,
 ) -> Tensor:
     """See :func:`spec_compile.kernels.library.block_mass`."""
-    batch, heads, rows, dim = q.shape
+    batch, heads, _, dim = q.shape
     kv_heads, kv_len = k.shape[1], k.shape[2]
     group, blocks = heads // kv_heads, ids.shape[-1]
-    picked = {"first": [0], "first_last": [0, rows - 1]}.get(query, list(range(rows)))
-    if query == "mean":
-        q, picked = q.float().mean(2, keepdim=True), [0]
-        seen, bias = visible(mask)[:, :, -1:], mask[:, :, -1:]
-    else:
-        q = q[:, :, picked]
-        at = picked if mask.shape[2] > 1 else [0]
-        seen, bias = visible(mask)[:, :, at], mask[:, :, at]
-    count_rows = len(picked)
+
+    def pick(x: Tensor) -> Tensor:
+        """The rows that count; slices, since a list of indices would be copied to the device."""
+        if x.shape[2] == 1 or query == "all":
+            return x
+        last = x[:, :, x.shape[2] - 1 :]
+        return {"first": x[:, :, :1], "mean": last}[query] if query != "first_last" else torch.cat([x[:, :, :1], last], 2)
+
+    bias = pick(mask)
+    seen = visible(bias)
+    q = q.float().mean(2, keepdim=True) if query == "mean" else pick(q)
+    count_rows = q.shape[2]
     listed = keys_in_blocks(ids, count, block_size, kv_len)
     seen = (seen & listed.unsqueeze(2)).expand(batch, heads, count_rows, kv_len)
     used = seen.reshape(batch, kv_heads, -1, kv_len).any(2).unsqueeze(-1)

@@ -48,9 +48,9 @@ def attention_gathered(
     # Slots that no row sees may hold NaN, which SDPA would multiply by 0.
     unused = ~seen.any(2).unsqueeze(-1)
     k, v = (_rows(x, ids, key, block_size).masked_fill_(unused, 0) for x in (k, v))
-    if softcap == 0 and sinks is None and short.dtype != torch.bool and short.dtype != q.dtype:
-        short = short.to(q.dtype)
-    return attention_folded(q, k, v, short, None, None, None, block_size, scale, softcap, sinks)
+    mixed = attention_folded(q, k, v, short, None, None, None, block_size, scale, softcap, sinks)
+    # A softmax over nothing is NaN where a wide bias is added in float32.
+    return mixed.masked_fill_(~seen.any(3).view(batch, heads, rows, 1), 0)
 
 
 def _rows(x: Tensor, ids: Tensor, key: Tensor, block_size: int) -> Tensor:

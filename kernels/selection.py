@@ -57,7 +57,8 @@ def block_scores(q: Tensor, summary: Tensor, scale: float, query: str, candidate
     batch, _, rows, dim = q.shape
     kv_heads = summary.shape[1]
     chosen = {
-        "first": q[:, :, :1], "first_last": q[:, :, [0, rows - 1]], "all": q, "mean": q.float().mean(2, keepdim=True),
+        "first": q[:, :, :1], "first_last": torch.cat([q[:, :, :1], q[:, :, rows - 1 :]], 2), "all": q,
+        "mean": q.float().mean(2, keepdim=True),
     }[query].float()  # fmt: skip
     folded = chosen.reshape(batch, kv_heads, -1, dim)
     parts = summary.float()

@@ -55,11 +55,12 @@ def _fraction(value: float | None, where: str) -> None:
 class AttentionPlan:
     """Block-sparse attention over the KV cache.
 
-    The defaults are the setting that lost least quality at equal bytes without being slow on a GPU (benchmarks/RESULTS.md); the
-    paper's own are ``block_size=64, query="first"``.
+    Small blocks scored by all rows lost least quality at equal bytes (benchmarks/RESULTS.md), blocks of 8 are slow to select on a
+    GPU: hence the defaults. The paper's setting is ``block_size=64, query="first"``.
 
     Attributes:
-        budget: keys read per KV head: an int counts tokens, a float in (0, 1] is a fraction of the live keys, None reads all.
+        budget: keys read per KV head: an int counts tokens (below ``block_size`` none are selected), a float in
+            (0, 1] is a fraction of the live keys, None reads all.
         budget_floor: L0 of the paper's law ``floor((L - L0) * rho + L0)``, with ``budget`` as rho; tokens.
         block_size: keys per block: 8, 16, 32, 64 or 128.
         sink, recent: leading and trailing blocks that are always kept.

@@ -183,7 +183,9 @@ class RewriteReport:
     def _sparse_lines(self) -> list[str]:
         read = sum(entry.sparse_bytes for entry in self.attentions)
         held = sum(entry.kv_bytes for entry in self.attentions)
-        lines = [f"  sparse layers {len(self.sparse)} of {len(self.attentions)}; in a full cache a step reads"]
+        lines = [
+            f"  sparse layers {len(self.sparse)} of {len(self.attentions)}; of the rewritten ones a step reads in a full cache"
+        ]
         lines.append(f"    {read / 1e6:.1f} MB of {held / 1e6:.1f} MB of K and V ({read / max(1, held):.1%}), summaries included")
         for entry in self.attentions:
             if not entry.role:

@@ -31,6 +31,8 @@ class SparseSwitch:
 
     def __init__(self, min_context: int) -> None:
         self.min_context, self.sparse = min_context, True
+        # Of the caches of the latest step.
+        self.summaries: list[BlockSummaries] = []
         self._gates: dict[torch.device, Tensor] = {}
 
     def set(self, sparse: bool) -> None:
@@ -72,7 +74,7 @@ class BlockSummaries:
 
     def distrust_if_written(self) -> None:
         """Before a step: if somebody else wrote the caches since the last one, no summary holds any more."""
-        if self._now() != self._versions:
+        if not self._versions or self._now() != self._versions:
             self.valid.zero_()
 
     def trust(self) -> None:
@@ -80,9 +82,9 @@ class BlockSummaries:
         self._versions = self._now()
 
     def _now(self) -> list[int]:
-        # Inference tensors have no version: the comparison on the device is left.
-        keys = [held() for held in self._keys]
-        return [k._version for k in keys if k is not None and not k.is_inference()]
+        # Inference tensors have no version: whoever writes them goes unseen, so nothing is ever trusted.
+        keys = [k for k in (held() for held in self._keys) if k is not None]
+        return [] if any(k.is_inference() for k in keys) else [k._version for k in keys]
 
 
 _summaries: Any = WeakIdKeyDictionary()
@@ -136,6 +138,7 @@ def bind_state(run: Callable[..., Any], inputs: Sequence[StateInput], switch: Sp
         if not capturing:
             for found in held.values():
                 found.distrust_if_written()
+        switch.summaries = list(held.values())
         result = run(*args, *extra)
         for found in held.values():
             found.trust()

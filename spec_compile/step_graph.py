@@ -16,7 +16,7 @@ from torch import Tensor
 from spec_compile import _compat
 from spec_compile.errors import CacheError, SpecCompileError
 from spec_compile.logs import logger
-from spec_compile.state import BlockSummaries, summaries_of
+from spec_compile.state import BlockSummaries, SparseSwitch
 
 
 class _Registrations:
@@ -53,9 +53,12 @@ class StepGraph:
         run: compiled forward over ``rows`` rows.
         model, cache: on one CUDA device; the cache has static layers.
         batch, rows: shape of a step.
+        switch: of a sparse plan.
     """
 
-    def __init__(self, run: Callable[..., Tensor], model: Any, cache: Any, batch: int, rows: int) -> None:
+    def __init__(
+        self, run: Callable[..., Tensor], model: Any, cache: Any, batch: int, rows: int, switch: SparseSwitch | None = None
+    ) -> None:
         self._run, self._model, self._cache, self.rows = run, model, cache, rows
         layers = cache.layers
         _watch_registrations()
@@ -79,7 +82,9 @@ class StepGraph:
         self._weights: list[Tensor] = []
         self._places: list[int] = []
         self._logits: Tensor | None = None
+        self._switch = switch
         self._summaries: list[BlockSummaries] = []
+        self._keys: list[Tensor] = []
 
     def __call__(self, input_ids: Tensor, held: int) -> Tensor:
         """Logits ``[B, T, V]`` of ``input_ids`` int ``[B, T]``; the cache, which holds ``held`` tokens, advances by T.
@@ -97,8 +102,11 @@ class StepGraph:
         assert self._graph is not None and self._logits is not None
         for found in self._summaries:
             found.distrust_if_written()
-            found.trust()
         self._graph.replay()
+        # A replay writes the caches without a word to their version counters, by which summaries of others notice.
+        torch.autograd.graph.increment_version(self._keys)
+        for found in self._summaries:
+            found.trust()
         counted = getattr(self._cache, "host_length", None)
         if counted is not None:
             counted.tokens, counted.version = held + rows, self._lengths[0]._version
@@ -170,7 +178,8 @@ class StepGraph:
         self._modules = [id(module) for module in self._model.modules()]
         self._weights = [*self._model.parameters(), *self._model.buffers()]
         self._places = [x.data_ptr() for x in self._tensors()]
-        self._summaries = summaries_of([layer.keys for layer in self._cache.layers])
+        self._summaries = [] if self._switch is None else self._switch.summaries
+        self._keys = [layer.keys for layer in self._cache.layers]
         logger.debug("captured a verify step of %d rows", self.rows)
 
     def fits(self, held: int) -> bool:

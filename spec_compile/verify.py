@@ -123,7 +123,9 @@ class VerifyFunction:
         sparse_and_padded = self._switch is not None and sparse is not False and rows <= self.draft_len
         if self._capture and not sparse_and_padded and position_ids is None and attention_mask is None:
             if self._step_graph is None:
-                self._step_graph = StepGraph(self._run, self.model, self.cache, input_ids.shape[0], self.draft_len + 1)
+                self._step_graph = StepGraph(
+                    self._run, self.model, self.cache, input_ids.shape[0], self.draft_len + 1, self._switch
+                )
             held = self._step_graph.held()
             if self._step_graph.fits(held):
                 return self._replay(self._step_graph, input_ids, held)

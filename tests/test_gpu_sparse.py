@@ -124,6 +124,22 @@ def test_captured_steps_notice_other_writers() -> None:
                 cache.crop(-4)
 
 
+def test_replays_of_an_exact_function_are_noticed() -> None:
+    """Two functions over one cache: an exact captured one rewrites what the sparse one has summarized, with the same tail."""
+    model, plan = model_of(), PLANS["8-all"]
+    cache, twin = filled(model), filled(model)
+    sparse, exact = verifier(model, cache, plan, codegen="eager"), verifier(model, cache, None, cudagraphs=True)
+    sparse(ids(9, 0))
+    for seed in (1, 1, 2):
+        exact(ids(9, seed))
+    cache.crop(-27)
+    for seed in (3, 1, 2):
+        exact(ids(9, seed))
+    for mine, theirs in zip(twin.layers, cache.layers):
+        mine.keys.copy_(theirs.keys), mine.values.copy_(theirs.values), mine.cumulative_length.copy_(theirs.cumulative_length)
+    assert torch.equal(sparse(ids(9, 5)), verifier(model, twin, plan, codegen="eager")(ids(9, 5)))
+
+
 def test_several_caches_captured() -> None:
     plan = PLANS["16-all"]
     model = model_of()

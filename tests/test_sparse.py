@@ -470,3 +470,25 @@ def test_inference_mode() -> None:
         with torch.inference_mode():
             found = a(tokens(6, step))
         assert torch.equal(found, b(tokens(6, step)))
+
+
+def test_caches_without_version_counters_are_never_trusted() -> None:
+    """Inference tensors: a new prompt with the same tail leaves the newest block of layer 0 as it was."""
+    from transformers import StaticCache
+
+    plan = AttentionPlan(budget=24, block_size=8, query="all", sink=0, recent=1)
+    first, second = tokens(120, 3), tokens(120, 4)
+    second[:, 60:] = first[:, 60:]
+    model = model_of()
+    with torch.inference_mode():
+        caches = [StaticCache(config=model.config, max_cache_len=200) for _ in range(2)]
+        model(input_ids=first, past_key_values=caches[0])
+        verify = verifier(caches[0], plan)
+        verify(tokens(6, 2))
+        for layer in caches[0].layers:
+            layer.cumulative_length.zero_()
+        for cache in caches:
+            model(input_ids=second, past_key_values=cache)
+        found, lists = selection_of(caches[0], plan, tokens(6, 3))
+        wanted, same = selection_of(caches[1], plan, tokens(6, 3))
+    assert torch.equal(found, wanted) and all(torch.equal(a, b) for a, b in zip(lists, same))

@@ -56,6 +56,21 @@ def test_everything_live_is_the_exact_call(spec: Spec) -> None:
     assert torch.equal(found, library.attention_folded(*exact))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_bias_wider_than_q_is_not_rounded(dtype: torch.dtype) -> None:
+    """A float32 mask on a half-precision model: large smooth biases, and -1e5, which is a bias and hides nothing."""
+    call = make(Spec(dtype=dtype))
+    assert call.mask is not None
+    bias = 700 + torch.linspace(-2, 2, 75).expand(call.mask.shape)
+    bias = torch.where(torch.arange(5).view(1, 1, 5, 1) == 1, bias - 1e5, bias).masked_fill(~call.mask, -torch.inf)
+    ids, count = listed([[[0, 2, 4], [1, 3]], [[0, 1, 4], [2]]])
+    rest = (None, BLOCK, call.scale, 0.0, None)
+    live = torch.arange(5, dtype=torch.int32).view(1, 1, 5), torch.full((1, 1), 5, dtype=torch.int32)
+    found = library.attention_gathered(call.q, call.k, call.v, bias, ids, count, None, *live, *rest[1:])
+    wanted = library.attention(call.q, call.k, call.v, bias, ids, count, *rest)
+    assert error(found, wanted.double()) <= 2e-2
+
+
 def test_no_block_at_all() -> None:
     call = make(Spec(batch=1))
     assert call.mask is not None
