@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from spec_compile.kernels.block_tiles_triton import exist, is_plain, plain_tiles, tile_flags, tile_ids, tile_keys, tile_start
 from spec_compile.kernels.blocks import hidden_threshold
 from spec_compile.kernels.reference import allocate_output
 from spec_compile.kernels.tiling import Tiling, choose_tiling
@@ -56,91 +57,6 @@ def _accumulate(s, v, top, total, acc, PRECISION: tl.constexpr):
     total = total * shrink + tl.sum(p, 1)
     acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
     return new_top, total, acc
-
-
-@triton.jit
-def tile_ids(ids, tile, end, n, BLOCK: tl.constexpr, SUBS: tl.constexpr, LISTED: tl.constexpr):
-    """The block of a tile, or where a tile holds ``SUBS`` of them that of each key; 0 past the ``end`` of the list's part."""
-    if SUBS > 1:
-        entry = tile * SUBS + n // BLOCK
-        return tl.load(ids + entry, mask=entry < end, other=0)
-    elif LISTED:
-        return tl.load(ids + tile, mask=tile < end, other=0)
-    else:
-        return tile
-
-
-@triton.jit
-def _tile_flags(
-    ids, full, block, tile, end, kv_len,
-    BLOCK: tl.constexpr, SUBS: tl.constexpr, FLAGGED: tl.constexpr, MASK_KIND: tl.constexpr,
-):  # fmt: skip
-    """For :func:`_is_plain`: whether a block can be read whole, without its mask, or that of each entry of a tile."""
-    if SUBS > 1:
-        entry = tile * SUBS + tl.arange(0, SUBS)
-        if FLAGGED:
-            return tl.load(full + entry, mask=entry < end, other=0)
-        else:
-            block = tl.load(ids + entry, mask=entry < end, other=0)
-            return ((entry < end) & ((block + 1) * BLOCK <= kv_len) & (MASK_KIND == 0)).to(tl.uint8)
-    elif FLAGGED:
-        return tl.load(full + tile, mask=tile < end, other=1) != 0
-    else:
-        return ((block + 1) * BLOCK <= kv_len) & (MASK_KIND == 0)
-
-
-@triton.jit
-def _is_plain(flags, SUBS: tl.constexpr):
-    if SUBS > 1:
-        return tl.min(flags.to(tl.int32), 0) != 0
-    else:
-        return flags
-
-
-@triton.jit
-def _plain_tiles(
-    ids, full, tiles, end, kv_len,
-    BLOCK: tl.constexpr, SUBS: tl.constexpr, LISTED: tl.constexpr, FLAGGED: tl.constexpr, MASK_KIND: tl.constexpr,
-):  # fmt: skip
-    """:func:`_is_plain` of many tiles."""
-    if SUBS == 1:
-        block = tile_ids(ids, tiles, end, tiles, BLOCK, 1, LISTED)
-        return _tile_flags(ids, full, block, tiles, end, kv_len, BLOCK, 1, FLAGGED, MASK_KIND)
-    else:
-        plain = (tiles + 1) * SUBS <= end
-        for sub in tl.static_range(SUBS):
-            entry = tiles * SUBS + sub
-            block = tile_ids(ids, entry, end, entry, BLOCK, 1, LISTED)
-            plain = plain & _tile_flags(ids, full, block, entry, end, kv_len, BLOCK, 1, FLAGGED, MASK_KIND)
-        return plain
-
-
-@triton.jit
-def tile_keys(block, n, BLOCK: tl.constexpr, SUBS: tl.constexpr):
-    """Slots of a tile's keys."""
-    if SUBS > 1:
-        # The compiler cannot see that the keys of a block lie side by side.
-        return tl.max_contiguous(tl.multiple_of(block * BLOCK + n % BLOCK, BLOCK), BLOCK)
-    else:
-        return block * BLOCK + n
-
-
-@triton.jit
-def exist(key, tile, end, n, kv_len, BLOCK: tl.constexpr, SUBS: tl.constexpr):
-    """Which keys of a tile there are: those of listed blocks, inside the cache."""
-    if SUBS > 1:
-        return (tile * SUBS + n // BLOCK < end) & (key < kv_len)
-    else:
-        return key < kv_len
-
-
-@triton.jit
-def tile_start(block, key, AXIS: tl.constexpr, BLOCK: tl.constexpr, SUBS: tl.constexpr):
-    """What to add to the slots in a tile's pointers, in 64 bits: the block's first slot, or where blocks mix that of each key."""
-    if SUBS > 1:
-        return tl.expand_dims(key.to(tl.int64), AXIS)
-    else:
-        return block.to(tl.int64) * BLOCK
 
 
 @triton.jit(do_not_specialize=["rows", "kv_len", "capacity"])
@@ -187,7 +103,7 @@ def _split_kernel(
         end = hi
         slot = n
     block = tile_ids(ids, lo, end, n, BLOCK, SUBS, LISTED)
-    flags = _tile_flags(ids, full, block, lo, end, kv_len, BLOCK, SUBS, FLAGGED, MASK_KIND)
+    flags = tile_flags(ids, full, block, lo, end, kv_len, BLOCK, SUBS, FLAGGED, MASK_KIND)
     q_at = Q + b * q_b + h[:, None] * q_h + t[:, None] * q_t + d[None, :] * q_d
     q = tl.load(q_at, mask=in_tile[:, None] & (d < D)[None, :], other=0.0)
     k_at = K + b * k_b + kv_head.to(tl.int64) * k_h + d[:, None] * k_d + slot[None, :] * k_s
@@ -202,8 +118,8 @@ def _split_kernel(
     first = 0
     for j in tl.range(lo, hi):
         next_block = tile_ids(ids, j + 1, end, n, BLOCK, SUBS, LISTED)
-        next_flags = _tile_flags(ids, full, next_block, j + 1, end, kv_len, BLOCK, SUBS, FLAGGED, MASK_KIND)
-        plain = _is_plain(flags, SUBS)
+        next_flags = tile_flags(ids, full, next_block, j + 1, end, kv_len, BLOCK, SUBS, FLAGGED, MASK_KIND)
+        plain = is_plain(flags, SUBS)
         key = tile_keys(block, n, BLOCK, SUBS)
         k_slot = tile_start(block, key, 0, BLOCK, SUBS)
         v_slot = tile_start(block, key, 1, BLOCK, SUBS)
@@ -242,7 +158,7 @@ def _split_kernel(
     if not INLINE:  # noqa: SIM102 (a constant of the kernel: folded into one condition, the branch would be compiled)
         if partial > 0:
             position = lo + tl.arange(0, SCAN)
-            plains = (position >= hi) | _plain_tiles(ids, full, position, end, kv_len, BLOCK, SUBS, LISTED, FLAGGED, MASK_KIND)
+            plains = (position >= hi) | plain_tiles(ids, full, position, end, kv_len, BLOCK, SUBS, LISTED, FLAGGED, MASK_KIND)
             j = first
             while partial > 0:
                 block = tile_ids(ids, j, end, n, BLOCK, SUBS, LISTED)

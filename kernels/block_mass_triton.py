@@ -12,16 +12,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from spec_compile.kernels.attention_triton import (
-    LOG2E,
-    LOWEST,
-    base2_scores,
-    broadcast_strides,
-    exist,
-    tile_ids,
-    tile_keys,
-    tile_start,
-)
+from spec_compile.kernels.attention_triton import LOG2E, LOWEST, base2_scores, broadcast_strides
+from spec_compile.kernels.block_tiles_triton import exist, tile_ids, tile_keys, tile_start
 from spec_compile.kernels.blocks import hidden_threshold
 from spec_compile.kernels.tiling import RESERVE, device_of
 

@@ -285,10 +285,11 @@ def select_blocks(
     """
     run = select_blocks_reference
     if q.is_cuda and availability.why_no_triton() is None:
-        from spec_compile.kernels import select_blocks_triton as kernel
+        from spec_compile.kernels.block_scores_triton import why_not
+        from spec_compile.kernels.select_blocks_triton import select_blocks_triton
 
-        if summary is None or kernel.why_not(q, summary, query, aggregate) is None:
-            run = kernel.select_blocks_triton
+        if summary is None or why_not(q, summary, query, aggregate) is None:
+            run = select_blocks_triton
     return run(
         q, summary, scores, ids, count, full, position, gate, block_size, scale, query, aggregate, heads, joint, sink, recent,
         tokens, share, floor,

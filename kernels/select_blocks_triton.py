@@ -1,4 +1,4 @@
-"""``select_blocks`` in Triton: one launch scores the blocks, a second runs the contest. No host reads, no float atomics.
+"""``select_blocks`` in Triton: one launch scores the blocks (``block_scores_triton``), this one runs the contest. No host reads.
 
 The contest is an exact search for the budget's last score among order-preserving bits: every step counts the keys above two
 probes, so that some 20 steps leave one value at the latest, whose ties go to the lowest places. Equal inputs give equal lists.
@@ -14,30 +14,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from spec_compile.kernels.tiling import RESERVE, device_of
+from spec_compile.kernels.block_scores_triton import batch_step, contest_budget, ordered_bits, score_blocks
+from spec_compile.kernels.tiling import device_of
 
 # Blocks whose keys one program holds in registers, and those of one step where it does not.
 _MOST_IN_REGISTERS, _CHUNK = 16_384, 4096
-
-
-@triton.jit
-def _budget(live, gate, tokens, floor, BLOCK: tl.constexpr, SHARE: tl.constexpr):
-    """Blocks that the contest may keep."""
-    length = live * BLOCK
-    if tokens > 0:
-        budget = tokens // BLOCK
-    else:
-        kept = tl.floor((length - floor).to(tl.float64) * SHARE + floor).to(tl.int32)
-        budget = tl.where(length <= floor, live, tl.maximum(kept // BLOCK, 0))
-    return tl.where(length < gate, live, budget)
-
-
-@triton.jit
-def _ordered(s):
-    """Bits that order like scores; the lowest are those of -inf and NaN, and above 0."""
-    s = tl.where(s == s, s, float("-inf")) + 0.0
-    bits = s.to(tl.int32, bitcast=True)
-    return (bits ^ ((bits >> 31) | (-2147483647 - 1))).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
@@ -45,81 +26,6 @@ def _score(key):
     """The score of ordered bits."""
     bits = key.to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ (-2147483647 - 1), ~bits).to(tl.float32, bitcast=True)
-
-
-@triton.jit(do_not_specialize=["rows", "blocks", "sink", "recent", "tokens", "floor"])
-def _score_kernel(
-    Q, SUMMARY, IDS, COUNT, POSITION, GATE, SCORES, q_b, q_h, q_t, q_d, s_b, s_h, s_n, s_r, s_d, i_b, c_b, p_b,
-    rows, blocks, scale, sink, recent, tokens, floor,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, M: tl.constexpr, BN: tl.constexpr,
-    QUERY: tl.constexpr, BOUNDS: tl.constexpr, MEAN: tl.constexpr, WIDE: tl.constexpr,
-    BLOCK: tl.constexpr, SHARE: tl.constexpr, ORDERED: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Scores of the live blocks in the order of the list, or their ordered bits, 0 for blocks outside the contest."""
-    kv_head = tl.program_id(1)
-    b = tl.program_id(2).to(tl.int64)
-    place = tl.program_id(0) * BN + tl.arange(0, BN)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    live = tl.load(COUNT + b * c_b)
-    position = tl.load(POSITION + b * p_b).to(tl.int32)
-    gate = tl.load(GATE)
-    block = tl.load(IDS + b * i_b + place, mask=place < blocks, other=0)
-    if tl.program_id(0) * BN >= live:
-        return
-    if _budget(live, gate, tokens, floor, BLOCK, SHARE) >= live - sink - recent:
-        return
-    # Only blocks below the first draft row have a representative.
-    contest = (place >= sink) & (place < live - recent) & (block < position // BLOCK)
-    d = tl.arange(0, BD)
-    m = tl.arange(0, M)
-    q_at = Q + b * q_b + d[None, :] * q_d
-    if QUERY == 3:
-        # The mean row of each head of the group.
-        used = m < GROUP
-        head = kv_head * GROUP + m
-        q = tl.zeros([M, BD], tl.float32)
-        for t in tl.range(0, rows):
-            at = q_at + head[:, None] * q_h + t * q_t
-            q += tl.load(at, mask=used[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
-        q = q / rows
-    else:
-        picked = 1 if QUERY == 0 else (2 if QUERY == 1 else rows)
-        g = m // picked
-        t = m - g * picked
-        if QUERY == 1:
-            t = t * (rows - 1)
-        used = g < GROUP
-        head = kv_head * GROUP + g
-        at = q_at + head[:, None] * q_h + t[:, None] * q_t
-        q = tl.load(at, mask=used[:, None] & (d < D)[None, :], other=0.0)
-    s_at = SUMMARY + b * s_b + kv_head.to(tl.int64) * s_h + block.to(tl.int64)[None, :] * s_n + d[:, None] * s_d
-    there = contest[None, :] & (d < D)[:, None]
-    low = tl.load(s_at, mask=there, other=0.0)
-    if WIDE:
-        q = q.to(tl.float32)
-        low = low.to(tl.float32)
-    if BOUNDS:
-        high = tl.load(s_at + s_r, mask=there, other=0.0)
-        zero = tl.zeros([M, BD], q.dtype)
-        if WIDE:
-            high = high.to(tl.float32)
-        # Maxima of bfloat16 come out as float32.
-        s = tl.dot(tl.maximum(q, zero).to(high.dtype), high, input_precision="ieee")
-        s += tl.dot(tl.minimum(q, zero).to(low.dtype), low, input_precision="ieee")
-    else:
-        s = tl.dot(q, low, input_precision="ieee")
-    s = s * scale
-    s = tl.where(s == s, s, float("-inf"))
-    if MEAN:
-        many = tl.sum(used.to(tl.float32), 0)
-        out = tl.sum(tl.where(used[:, None], s, 0.0), 0) / many
-    else:
-        out = tl.max(tl.where(used[:, None], s, float("-inf")), 0)
-    if ORDERED:
-        out = tl.where(contest, _ordered(out), 0)
-    tl.store(SCORES + (b * KV_HEADS + kv_head) * blocks + place, out, mask=place < live)
 
 
 @triton.jit
@@ -132,7 +38,7 @@ def _keys(scores, blocks, at, inside, HEADS: tl.constexpr, POOLED: tl.constexpr)
         s = s / HEADS
     else:
         s = tl.load(scores + at, mask=inside, other=0.0)
-    return tl.where(inside, _ordered(s), 0)
+    return tl.where(inside, ordered_bits(s), 0)
 
 
 @triton.jit
@@ -145,7 +51,7 @@ def _first_probes(lo, hi):
     # NaN where an end is infinite.
     low = tl.minimum(tl.where(low == low, low, bottom), top)
     high = tl.minimum(tl.where(high == high, high, bottom), top)
-    return _ordered(low), _ordered(high)
+    return ordered_bits(low), ordered_bits(high)
 
 
 @triton.jit
@@ -196,7 +102,7 @@ def _contest(
     committed = tl.max(tl.where(below, place + 1, 0), 0)
     committed = tl.maximum(committed, tl.min(place, 0))
     end = tl.maximum(tl.minimum(committed, live - recent), sink)
-    return end, tl.minimum(_budget(live, gate, tokens, floor, BLOCK, SHARE), end - sink)
+    return end, tl.minimum(contest_budget(live, gate, tokens, floor, BLOCK, SHARE), end - sink)
 
 
 @triton.jit
@@ -400,32 +306,6 @@ def _streamed_contest_kernel(
         _fill(OUT_IDS + out, OUT_FULL + out, count, blocks, CHUNK)
 
 
-def why_not(q: Tensor, summary: Tensor, query: str, aggregate: str) -> str | None:
-    """Reason why the kernels cannot run this selection, or None."""
-    if q.dtype not in (torch.float32, torch.float16, torch.bfloat16) or summary.dtype != q.dtype:
-        return f"dtypes {q.dtype} and {summary.dtype}"
-    if aggregate == "softmax":
-        return "aggregate 'softmax' needs the scores of all blocks at once"
-    group = q.shape[1] // summary.shape[1]
-    rows = {"first": 1, "first_last": 2, "all": q.shape[2], "mean": 1}[query]
-    if group * rows > 128:
-        return f"{group} heads a group x {rows} rows are more than 128"
-    if q.shape[3] > 256:
-        return f"head dim {q.shape[3]} is above 256"
-    itemsize = 4 if query == "mean" else q.dtype.itemsize
-    tall = max(16, 1 << (group * rows - 1).bit_length())
-    # Measured on compiled kernels: tiles of both bounds, and the queries (their positive and negative parts when tall).
-    needed = (2 * 64 + (2 if tall > 32 else 1) * tall) * max(16, 1 << (q.shape[3] - 1).bit_length()) * itemsize
-    if needed + RESERVE > device_of(q.device).shared_bytes and q.device.type == "cuda":
-        return f"{tall} rows of head dim {q.shape[3]} need more shared memory than the device has"
-    return None
-
-
-def _step(x: Tensor) -> int:
-    """Stride of the batch, with which one row serves all."""
-    return 0 if x.shape[0] == 1 else x.stride(0)
-
-
 def select_blocks_triton(
     q: Tensor,
     summary: Tensor | None,
@@ -447,8 +327,9 @@ def select_blocks_triton(
     share: float,
     floor: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Same arguments and results as :func:`spec_compile.kernels.library.select_blocks`, where :func:`why_not` is None."""
-    batch, _, rows, dim = q.shape
+    """Same arguments and results as :func:`spec_compile.kernels.library.select_blocks`, where
+    :func:`spec_compile.kernels.block_scores_triton.why_not` is None."""
+    batch = q.shape[0]
     blocks = ids.shape[2]
     given = summary if scores is None else scores
     assert given is not None
@@ -466,22 +347,12 @@ def select_blocks_triton(
     with torch.cuda.device_of(q):
         if scores is None:
             assert summary is not None
-            group = q.shape[1] // kv_heads
-            picked = {"first": 1, "first_last": 2, "all": rows, "mean": 1}[query]
             scores = q.new_empty(batch, kv_heads, blocks, dtype=torch.float32) if pooled else keys
-            tile = 64
-            _score_kernel[(triton.cdiv(blocks, tile), kv_heads, batch)](
-                q, summary, ids, count, position, gate, scores, *q.stride(), *summary.stride(),
-                _step(ids), _step(count), _step(position), rows, blocks, scale, *rule,
-                KV_HEADS=kv_heads, GROUP=group, D=dim, BD=max(16, triton.next_power_of_2(dim)),
-                M=max(16, triton.next_power_of_2(group * picked)), BN=tile,
-                QUERY={"first": 0, "first_last": 1, "all": 2, "mean": 3}[query], BOUNDS=summary.shape[3] == 2,
-                MEAN=aggregate == "mean", WIDE=query == "mean" and q.dtype != torch.float32,
-                BLOCK=block_size, SHARE=share, ORDERED=not pooled, PDL=pdl, **options,
-            )  # fmt: skip
+            lists = (ids, count, position, gate)
+            score_blocks(q, summary, scores, lists, rule, block_size, scale, query, aggregate, share, not pooled, options)
         operands = (
             scores.contiguous(), ids, count, full, position, gate, keys, out_ids, out_count, out_full,
-            _step(ids), _step(count), _step(full), _step(position), blocks, *rule,
+            batch_step(ids), batch_step(count), batch_step(full), batch_step(position), blocks, *rule,
         )  # fmt: skip
         if joint or blocks > _MOST_IN_REGISTERS:
             _streamed_contest_kernel[(1 if joint else kv_heads, batch)](

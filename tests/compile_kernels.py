@@ -17,6 +17,7 @@ from triton.compiler import ASTSource
 from spec_compile.kernels import (
     attention_triton,
     block_mass_triton,
+    block_scores_triton,
     block_summary_triton,
     linears_triton,
     live_blocks_triton,
@@ -131,7 +132,7 @@ def selection() -> None:
             "Q": kind, "SUMMARY": kind, "SCORES": "fp32" if query == 1 else "u32", "IDS": "i32", "COUNT": "i32",
             "POSITION": "i64", "GATE": "i64",
         }  # fmt: skip
-        build(f"block scores {kind} {query}", select_blocks_triton._score_kernel, pointers, constants)
+        build(f"block scores {kind} {query}", block_scores_triton._score_kernel, pointers, constants)
     pointers = {
         "SCORES": "fp32", "KEYS": "u32", "IDS": "i32", "COUNT": "i32", "FULL": "u8", "POSITION": "i64", "GATE": "i64",
         "OUT_IDS": "i32", "OUT_COUNT": "i32", "OUT_FULL": "u8",

@@ -75,7 +75,8 @@ def select(c: Case, rule: Rule, kernel: str = "reference", block_size: int = BLO
     if kernel == "reference":
         return select_blocks_reference(*operands, *rest)
     pytest.importorskip("triton")
-    from spec_compile.kernels.select_blocks_triton import select_blocks_triton, why_not
+    from spec_compile.kernels.block_scores_triton import why_not
+    from spec_compile.kernels.select_blocks_triton import select_blocks_triton
 
     reason = None if c.scores is not None else why_not(c.q, c.summary, rule.query, rule.aggregate)
     if reason is not None:
@@ -292,7 +293,7 @@ def test_the_search_agrees_with_sorting(blocks: int, heads: str, joint: bool, ki
 @pytest.mark.parametrize("pooled", [False, True])
 def test_steps_that_keep_everything_are_not_scored(rule: Rule, pooled: bool) -> None:
     pytest.importorskip("triton")
-    from spec_compile.kernels import select_blocks_triton as kernel
+    from spec_compile.kernels import block_scores_triton as kernel
 
     c, written = case(), []
 
@@ -388,7 +389,7 @@ def test_bad_words_fail_while_tracing(change: dict[str, Any], text: str) -> None
 
 def test_what_the_kernels_leave_to_the_reference() -> None:
     pytest.importorskip("triton")
-    from spec_compile.kernels.select_blocks_triton import why_not
+    from spec_compile.kernels.block_scores_triton import why_not
 
     c = case()
     assert why_not(c.q, c.summary, "all", "max") is None
