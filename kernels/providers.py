@@ -71,6 +71,39 @@ def _triton_supports(call: AttentionCall) -> str | None:
     return missing or why_not_tiled(q.device, q.dtype, int(dim), int(v_dim), block_size)
 
 
+def why_no_upkeep(k: Tensor) -> str | None:
+    """Why block summaries of a K cache cannot be kept on its device, or None: the reference reads the host in every step."""
+    if k.device.type != "cuda":
+        return None
+    if k.dtype not in (torch.float32, torch.float16, torch.bfloat16) or k.shape[3] > 256:
+        return f"block summaries of {k.dtype} keys with head dim {int(k.shape[3])} have no kernel"
+    return availability.why_no_triton()
+
+
+def why_selection_in_torch(target: Any, arguments: tuple[Any, ...]) -> str | None:
+    """Why ``select_blocks`` or ``block_mass`` runs its plain-torch reference on a CUDA device, or None.
+
+    Args:
+        target: the operator.
+        arguments: its (fake) arguments.
+    """
+    q = arguments[0]
+    if q.device.type != "cuda":
+        return None
+    missing = availability.why_no_triton()
+    if missing is not None:
+        return missing
+    if target is torch.ops.spec_compile.block_mass_v1.default:
+        from spec_compile.kernels import block_mass_triton
+
+        return block_mass_triton.why_not(q, arguments[1], arguments[2], arguments[6], arguments[8])
+    if arguments[1] is None:
+        return None
+    from spec_compile.kernels import block_scores_triton
+
+    return block_scores_triton.why_not(q, arguments[1], arguments[10], arguments[11])
+
+
 PROVIDERS = (
     Provider("triton", torch.ops.spec_compile.attention_triton_v1.default, _triton_supports),
     Provider("folded", torch.ops.spec_compile.attention_folded_v1.default, _folded_supports),

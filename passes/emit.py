@@ -11,16 +11,11 @@ from spec_compile.passes.nodes import fake_mode, tensor, value
 
 
 class Emitter:
-    """Inserts calls before one node; they carry its provenance and are marked as ours.
+    """Inserts calls before one node with a tensor value; they carry its provenance and are marked as ours."""
 
-    Args:
-        before: node in front of which calls go.
-        like: node whose tensor value names the fake mode; default ``before``.
-    """
-
-    def __init__(self, before: Node, like: Node | None = None) -> None:
+    def __init__(self, before: Node) -> None:
         self.graph: Graph = before.graph
-        self.before, self.mode = before, fake_mode(tensor(like if like is not None else before))
+        self.before, self.mode = before, fake_mode(tensor(before))
 
     def call(self, target: Any, *args: Any) -> Node:
         with self.graph.inserting_before(self.before):

@@ -15,10 +15,10 @@ from collections import Counter
 import torch
 from torch.fx import GraphModule, Node
 
-from spec_compile.kernels.providers import PROVIDERS, AttentionCall
+from spec_compile.kernels.providers import PROVIDERS, AttentionCall, why_selection_in_torch
 from spec_compile.passes.base import Pass, PassContext, PassReport, Stage, register_pass
 from spec_compile.passes.canonicalize import merge_equal
-from spec_compile.passes.nodes import argument, fake_mode, same, shape, tensor
+from spec_compile.passes.nodes import argument, fake_mode, same, shape, tensor, value
 
 
 @register_pass("lower_attention", Stage.LOWER)
@@ -58,6 +58,7 @@ class LowerAttention(Pass):
         _realize_masks(gm)
         report.notes = [f"{name} {count}" for name, count in sorted(chosen.items())]
         report.notes += [f"{count} on the reference because {reason}" for reason, count in unserved.items()]
+        report.notes += _selection_in_torch(gm)
         return report
 
 
@@ -66,6 +67,9 @@ _TRITON = torch.ops.spec_compile.attention_triton_v1.default
 _REALIZE_MASK = torch.ops.spec_compile.realize_mask_v1.default
 _FOLD_MASK = torch.ops.spec_compile.fold_mask_v1.default
 _ROWS = torch.ops.aten.sym_size.int
+_MASS = torch.ops.spec_compile.block_mass_v1.default
+# Where calls on the way to a Triton kernel take their mask.
+_MASK_OPERAND = {torch.ops.spec_compile.live_blocks_v2.default: 0, _MASS: 2, _TRITON: 3}
 
 
 def _selection(node: Node) -> Node | None:
@@ -73,6 +77,16 @@ def _selection(node: Node) -> Node | None:
     ids = argument(node, "ids")
     made = ids.args[0] if isinstance(ids, Node) and ids.target is operator.getitem else None
     return made if isinstance(made, Node) and made.target is _SELECT else None
+
+
+def _selection_in_torch(gm: GraphModule) -> list[str]:
+    """Notes on selections that no Triton kernel serves on their CUDA device."""
+    found: Counter[str] = Counter()
+    for target in (_SELECT, _MASS):
+        for node in gm.graph.find_nodes(op="call_function", target=target):
+            reason = why_selection_in_torch(node.target, torch.fx.map_arg(node.args, value))
+            found.update([reason] if reason else [])
+    return [f"{count} selections in plain torch because {reason}" for reason, count in found.items()]
 
 
 def _name_live_blocks(node: Node) -> None:
@@ -84,18 +98,20 @@ def _name_live_blocks(node: Node) -> None:
 
 def _realize_masks(gm: GraphModule) -> None:
     """Compute a mask once where Triton kernels read it: Inductor would recompute it for every opaque call."""
-    for lists in gm.graph.find_nodes(op="call_function", target=torch.ops.spec_compile.live_blocks_v2.default):
-        mask = lists.args[0]
-        parts = [part for part in lists.users if part.target is operator.getitem]
-        readers = {user for part in parts for user in part.users if user.target is _TRITON and user.args[3] is mask}
-        if not readers or mask.op == "placeholder":
+    uses: dict[Node, list[tuple[Node, int]]] = {}
+    for node in gm.graph.nodes:
+        position = _MASK_OPERAND.get(node.target)
+        if position is not None and isinstance(node.args[position], Node):
+            uses.setdefault(node.args[position], []).append((node, position))
+    for mask, readers in uses.items():
+        if mask.op == "placeholder" or not any(node.target is _TRITON for node, _ in readers):
             continue
-        with gm.graph.inserting_before(lists):
+        with gm.graph.inserting_before(readers[0][0]):
             realized = gm.graph.call_function(_REALIZE_MASK, (mask,))
-        value = tensor(mask)
-        with fake_mode(value):
-            realized.meta.update(val=_REALIZE_MASK(value), spec_compile=True)
-        for node, position in [(lists, 0), *((reader, 3) for reader in readers)]:
+        held = tensor(mask)
+        with fake_mode(held):
+            realized.meta.update(val=_REALIZE_MASK(held), spec_compile=True)
+        for node, position in readers:
             node.update_arg(position, realized)
 
 

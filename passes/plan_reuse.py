@@ -13,10 +13,11 @@ from typing import Any, Protocol
 from torch.fx import GraphModule, Node
 
 from spec_compile.errors import PlanError
+from spec_compile.kernels.providers import why_no_upkeep
 from spec_compile.passes.attention_match import AttentionMatch
 from spec_compile.passes.base import Pass, PassContext, PassReport, Rejection, Stage, register_pass
 from spec_compile.passes.cache_writes import first_row
-from spec_compile.passes.nodes import shape, writes_by_root
+from spec_compile.passes.nodes import shape, tensor, writes_by_root
 
 
 class ReusePlan(Protocol):
@@ -78,17 +79,22 @@ def why_dense(match: AttentionMatch, node: Node, writes: dict[Node, list[Node]])
         return Rejection("the K cache is part of a larger tensor, or held by the graph: it cannot be summarized", node.name)
     if not all(isinstance(size, int) for size in shape(key.storage)):
         return Rejection("the length or batch of the cache is symbolic: use one cache length", node.name)
+    held = tensor(node.args[1])
+    missing = why_no_upkeep(held) if held is not None else None
+    if missing is not None:
+        return Rejection(missing, node.name)
     if not match.terms:
         return Rejection("no mask: which blocks hold tokens is unknown", node.name)
     for term in match.terms:
-        if term.kind == "add" and len(shape(term.node)) >= 3 and _per_head(shape(term.node), term.rank):
+        if term.kind == "add" and _per_head(shape(term.node), term.rank):
             return Rejection("a bias per head (ALiBi) is added to the scores, which block scores would not see", term.node.name)
     found = first_row(match, node, writes)
     return found if isinstance(found, Rejection) else None
 
 
 def _per_head(sizes: tuple[Any, ...], rank: int) -> bool:
-    lead = sizes[: rank - 2] if len(sizes) == rank else sizes[: len(sizes) - 2]
+    """Whether a term of ``sizes`` differs between heads of scores of ``rank`` dimensions."""
+    lead = ((1,) * rank + sizes)[-rank:-2]
     return any(size != 1 for size in (lead if rank == 3 else lead[1:]))
 
 

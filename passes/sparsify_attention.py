@@ -76,8 +76,7 @@ class SparsifyAttention(Pass):
         if not anchors:
             return report
         plan: SelectionPlan = ctx.sparsity
-        writes = writes_by_root(gm.graph)
-        positions = _Positions(anchors, writes)
+        positions = _Positions(writes_by_root(gm.graph))
         summaries = {} if plan.representative == "exact" else _summarize(gm, ctx, anchors, positions)
         gates: dict[torch.device, Node] = {}
         for site in anchors:
@@ -108,9 +107,9 @@ class Site:
     def use(self, lists: Iterable[Any], block_size: int) -> None:
         """Attend the blocks of ``ids, count, full`` instead."""
         before = [arg for arg in self.call.args[4:7] if isinstance(arg, Node)]
+        made = [part.args[0] for part in before if isinstance(part.args[0], Node)]
         self.call.args = (*self.call.args[:4], *lists, block_size, *self.call.args[8:])
-        erase_unused(before)
-        erase_unused({part.args[0] for part in before if isinstance(part.args[0], Node) and not part.args[0].users})
+        erase_unused([*before, *dict.fromkeys(made)])
 
 
 def sites(ctx: PassContext) -> list[Site]:
@@ -126,10 +125,9 @@ def sites(ctx: PassContext) -> list[Site]:
 
 
 class _Positions:
-    """Slot of the first draft row, computed once: all layers of a cache hold the same tokens."""
+    """Slot of the first draft row, computed once a device, where its first anchor stands: all layers hold the same tokens."""
 
-    def __init__(self, anchors: list[Site], writes: dict[Node, list[Node]]) -> None:
-        self.first = anchors[0].call
+    def __init__(self, writes: dict[Node, list[Node]]) -> None:
         self.made: dict[torch.device, Node] = {}
         self.writes = writes
 

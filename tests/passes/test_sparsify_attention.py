@@ -11,9 +11,13 @@ import torch
 import torch.nn.functional as F
 from harness import ATTENTION, LIVE_BLOCKS, Data, Sizes, additive, cloned, compare, count, data, repeat_kv, rewrite, trace
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Node
 
+from spec_compile.kernels import availability
+from spec_compile.kernels.providers import why_no_upkeep, why_selection_in_torch
 from spec_compile.passes.base import PassContext
+from spec_compile.passes.lower_attention import _realize_masks
 from spec_compile.passes.plan_reuse import PlanReuse
 from spec_compile.passes.share_selection import ShareSelection
 from spec_compile.passes.sparsify_attention import SparsifyAttention
@@ -25,6 +29,7 @@ from spec_compile.report import RewriteReport
 SELECT = torch.ops.spec_compile.select_blocks_v2.default
 SUMMARY = torch.ops.spec_compile.block_summary_v1_.default
 MASS = torch.ops.spec_compile.block_mass_v1.default
+TRITON = torch.ops.spec_compile.attention_triton_v1.default
 GATHERED = torch.ops.spec_compile.attention_gathered_v1.default
 SIZES = Sizes(rows=3, slots=64, seen=45)
 PLAN = AttentionPlan(budget=8, block_size=8, sink=0, recent=1, query="first")
@@ -164,6 +169,49 @@ def test_passes_are_idempotent() -> None:
     assert before == [(node.op, str(node.target)) for node in gm.graph.nodes]
 
 
+def test_lists_that_nobody_reads_any_more_are_gone() -> None:
+    """Every layer sparse: the list of exact blocks goes, and only the one that is selected from stays."""
+    gm, _, _ = sparsified(3, AttentionPlan(budget=8, block_size=8, index_topk_freq=3))
+    (lists,) = calls(gm, LIVE_BLOCKS)
+    assert lists.args[1] == 8
+    assert all(node.users for node in gm.graph.find_nodes(op="call_function", target=operator.getitem))
+
+
+@pytest.mark.parametrize("representative", ["mean", "exact"])
+def test_masks_are_realized_once_for_selections_too(representative: str) -> None:
+    """The lowering to Triton, by hand: every opaque call reads one mask that is computed once."""
+    fn, given = stack(2), operands(2)
+    gm = trace(lambda mask, *rest: fn(mask & mask.any(-1, keepdim=True), *rest), given)
+    plan = AttentionPlan(budget=8, block_size=8, representative=representative, exclude=(1,))
+    run_passes(gm, PassContext(block_size=16, sparsity=plan, lowering="reference"), RewriteReport())
+    for node in calls(gm, ATTENTION):
+        node.target = TRITON
+    _realize_masks(gm)
+    (realized,) = calls(gm, torch.ops.spec_compile.realize_mask_v1.default)
+    readers = [*calls(gm, TRITON), *calls(gm, LIVE_BLOCKS), *calls(gm, MASS)]
+    assert len(readers) == (5 if representative == "exact" else 4)
+    assert set(realized.users) == set(readers) and realized < min(readers)
+    gm.graph.lint()
+
+
+def test_selections_in_plain_torch_on_cuda_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(availability, "why_no_triton", lambda: None)
+    with FakeTensorMode():
+        q, k, summary = (torch.empty(1, 4, 3, 8, device="cuda"), torch.empty(1, 2, 64, 8, device="cuda"),
+                         torch.empty(1, 2, 8, 1, 8, device="cuda"))  # fmt: skip
+        wide = torch.empty(1, 2, 64, 512, device="cuda")
+    words: list[Any] = [q, summary, None, None, None, None, None, None, 8, 0.3, "all", "softmax"]
+    assert "softmax" in str(why_selection_in_torch(SELECT, tuple(words)))
+    words[11] = "max"
+    assert "float64" in str(why_selection_in_torch(SELECT, (q.to(torch.float64), *words[1:])))
+    assert why_selection_in_torch(SELECT, (q.to("cpu"), *words[1:])) is None
+    assert "head dim 512 have no kernel" in str(why_no_upkeep(wide))
+    assert why_no_upkeep(k) is None and why_no_upkeep(wide.to("cpu")) is None
+    monkeypatch.setattr(availability, "why_no_triton", lambda: "Triton is not installed")
+    assert why_no_upkeep(k) == why_selection_in_torch(MASS, tuple(words)) == "Triton is not installed"
+
+
 def test_without_a_plan_nothing_happens() -> None:
     gm, report, ctx = sparsified(2, None)  # type: ignore[arg-type]
     assert not ctx.state and not ctx.roles and not report.sparse and count(gm, SELECT) == 0
@@ -269,6 +317,17 @@ def test_a_bias_per_head() -> None:
     assert "a bias per head" in refused(one_layer(lambda mask: additive(mask) + slopes), operands(1))
 
 
+def test_a_bias_per_head_of_three_dimensions() -> None:
+    slopes = torch.linspace(0.1, 1, 4).view(4, 1, 1) * torch.linspace(0, 1, 3).view(1, 3, 1) * torch.arange(64.0)
+
+    def fn(mask: Tensor, pos: Tensor, q: Tensor, kn: Tensor, vn: Tensor, kc: Tensor, vc: Tensor) -> Tensor:
+        k, v = (repeat_kv(x, 2) for x in (kc.index_copy_(2, pos, kn), vc.index_copy_(2, pos, vn)))
+        scores = (q @ k.transpose(2, 3) * 0.3 + slopes).masked_fill(~mask, -torch.inf)
+        return scores.softmax(-1) @ v
+
+    assert "a bias per head" in refused(fn, operands(1))
+
+
 def test_a_symbolic_cache_length() -> None:
     note = refused(stack(1), operands(1), [(0, 3), (5, 2), (6, 2)])
     assert "symbolic" in note
@@ -294,7 +353,7 @@ def test_more_slots_written_than_rows_read() -> None:
 
 
 def test_state_describes_the_caches() -> None:
-    _, _, ctx = sparsified(2, AttentionPlan(budget=8, block_size=16, representative="min_max"))
+    _, _, ctx = sparsified(2, AttentionPlan(budget=16, block_size=16, representative="min_max"))
     (first, second, valid, gate) = ctx.state
     assert first.shape == second.shape == (2, 2, 4, 2, 8) and valid.shape == (2,) and gate.shape == (1,)
     assert first == StateInput("summary", (5, 10), 0, 16, "min_max", (2, 2, 4, 2, 8), torch.float32, torch.device("cpu"))
