@@ -31,7 +31,7 @@ class SparseSwitch:
 
     def __init__(self, min_context: int) -> None:
         self.min_context, self.sparse = min_context, True
-        # Of the caches of the latest step.
+        # Those that the step read which is captured last.
         self.summaries: list[BlockSummaries] = []
         self._gates: dict[torch.device, Tensor] = {}
 
@@ -90,14 +90,6 @@ class BlockSummaries:
 _summaries: Any = WeakIdKeyDictionary()
 
 
-def summaries_of(keys: Sequence[Tensor]) -> list[BlockSummaries]:
-    """All summaries kept for any of these K caches."""
-    found: list[BlockSummaries] = []
-    for k in keys:
-        found += (_summaries.get(k) or {}).values()
-    return found
-
-
 def _look_up(keys: Sequence[Tensor], members: Sequence[StateInput], valid: StateInput) -> BlockSummaries:
     owned = _summaries.setdefault(keys[0], {})
     signature = (valid.block_size, valid.representative, len(keys), *(id(k) for k in keys))
@@ -135,10 +127,11 @@ def bind_state(run: Callable[..., Any], inputs: Sequence[StateInput], switch: Sp
                 extra.append(held[need.caches].valid)
             else:
                 extra.append(held[need.caches].summaries[need.layer])
-        if not capturing:
+        if capturing:
+            switch.summaries = list(held.values())
+        else:
             for found in held.values():
                 found.distrust_if_written()
-        switch.summaries = list(held.values())
         result = run(*args, *extra)
         for found in held.values():
             found.trust()

@@ -16,7 +16,7 @@ from spec_compile import AttentionPlan, SparsityPlan, VerifyCache, VerifyFunctio
 from spec_compile.errors import OptionsError, PlanError, StrictError
 from spec_compile.kernels import library
 from spec_compile.models.zoo import VOCAB, build
-from spec_compile.state import summaries_of
+from spec_compile.state import BlockSummaries, _summaries
 
 LAYERS = 5
 ROWS = 5
@@ -48,6 +48,10 @@ def filled(length: int, max_len: int = 400, batch: int = 1, model: Any = None, *
 def verifier(cache: VerifyCache, attention: AttentionPlan | None, model: Any = None, **options: Any) -> VerifyFunction:
     plan = None if attention is None else SparsityPlan(attention=attention)
     return compile_verify(model or model_of(), cache, draft_len=8, plan=plan, **{"codegen": "eager", **options})
+
+
+def summaries_of(cache: VerifyCache) -> list[BlockSummaries]:
+    return [found for layer in cache.layers for found in (_summaries.get(layer.keys) or {}).values()]
 
 
 class Simulated:
@@ -324,7 +328,7 @@ def test_two_caches_through_one_graph(simulate: Any) -> None:
         ids = tokens(6, step)
         assert distance(verify(ids), simulate(plan, roles, theirs, ids)[0]) <= 1e-5
     assert len(verify.reports) == 1
-    assert all(len(summaries_of([layer.keys for layer in pair[0].layers])) == 1 for pair in pairs)
+    assert all(len(summaries_of(pair[0])) == 1 for pair in pairs)
 
 
 def test_graphs_of_one_row_and_of_many_share_summaries() -> None:
@@ -334,7 +338,7 @@ def test_graphs_of_one_row_and_of_many_share_summaries() -> None:
     for rows in (4, 1, 7, 1):
         verify(tokens(rows, rows))
     assert len(verify.reports) == 2
-    assert len(summaries_of([layer.keys for layer in cache.layers])) == 1
+    assert len(summaries_of(cache)) == 1
 
 
 def test_summaries_go_with_their_cache() -> None:
@@ -343,7 +347,7 @@ def test_summaries_go_with_their_cache() -> None:
     cache = filled(100)
     verify = verifier(cache, AttentionPlan(budget=24, block_size=8))
     verify(tokens(4))
-    (kept,) = summaries_of([layer.keys for layer in cache.layers])
+    (kept,) = summaries_of(cache)
     import weakref
 
     gone = weakref.ref(kept)
