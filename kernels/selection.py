@@ -124,6 +124,9 @@ def select_blocks_reference(
     batch, kv_heads, blocks = q.shape[0], given.shape[1], ids.shape[-1]
     ids, full, live = (x.expand(batch, *x.shape[1:])[:, 0] for x in (ids, full, count))
     live = live.long()
+    if live.device.type == "cpu" and bool((live * block_size < gate).all()):
+        every = (x.unsqueeze(1).repeat(1, kv_heads, 1) for x in (ids, full))
+        return next(every), live.to(torch.int32).unsqueeze(1).repeat(1, kv_heads), next(every)
     place = torch.arange(blocks, device=q.device)
     listed = place < live[:, None]
     # Only blocks that lie wholly below the first draft row have a representative; the others are kept.

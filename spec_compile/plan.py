@@ -59,8 +59,8 @@ class AttentionPlan:
     GPU: hence the defaults. The paper's setting is ``block_size=64, query="first"``.
 
     Attributes:
-        budget: keys read per KV head: an int counts tokens (below ``block_size`` none are selected), a float in
-            (0, 1] is a fraction of the live keys, None reads all.
+        budget: keys read per KV head: an int counts tokens, at least one block; a float in (0, 1] is a fraction of the live
+            keys, None reads all.
         budget_floor: L0 of the paper's law ``floor((L - L0) * rho + L0)``, with ``budget`` as rho; tokens.
         block_size: keys per block: 8, 16, 32, 64 or 128.
         sink, recent: leading and trailing blocks that are always kept.
@@ -75,7 +75,8 @@ class AttentionPlan:
             at most one of frequency, pattern and explicit anchors. A pattern has one letter a layer, ``"FSSF"``: F selects
             (full), S reuses the last selection (shared), as in transformers; with a frequency f and an offset o, layer
             i selects where ``max(i - o + 1, 0) % f == 0`` (transformers' GLM-MoE-DSA), o = 1 by default: every f-th layer.
-        include, exclude: layer indices; ``dense_first`` leading layers stay dense.
+        include, exclude: layer indices; ``dense_first`` leading layers stay dense. Attentions are counted within a graph: after
+            a graph break each piece starts at 0 (``compile_verify`` allows no break).
     """
 
     budget: int | float | None = None
@@ -110,6 +111,10 @@ class AttentionPlan:
         )  # fmt: skip
         sizes = (8, 16, 32, 64, 128)
         _check(self.block_size in sizes, "attention.block_size", f"must be one of {sizes}, got {self.block_size}")
+        _check(
+            not isinstance(self.budget, int) or self.budget >= self.block_size,
+            "attention.budget", f"{self.budget} tokens are less than a block of {self.block_size}; a share is a float (all: 1.0)",
+        )  # fmt: skip
         for name in ("sink", "recent", "min_context", "dense_first"):
             _check(getattr(self, name) >= 0, f"attention.{name}", f"must not be negative, got {getattr(self, name)}")
         for name, allowed in (

@@ -164,7 +164,7 @@ class RewriteReport:
             "attentions_refused": len(self.refused),
             "kv_bytes": sum(entry.kv_bytes for entry in self.attentions),
             "attentions_sparse": len(self.sparse),
-            "sparse_bytes": sum(entry.sparse_bytes for entry in self.attentions),
+            "sparse_bytes": sum(entry.sparse_bytes for entry in self.attentions) if self.sparse else None,
             "attentions": [asdict(entry) for entry in self.attentions],
             "passes": [
                 {
