@@ -49,6 +49,12 @@ def _scores(q, k, scale, softcap, HAS_CAP: tl.constexpr, PRECISION: tl.constexpr
 
 
 @triton.jit
+def _add_bias(s, bias):
+    # Rounded one way only: left to choose, the compiler would fuse one product or the other, by the kernel's constants.
+    return tl.fma(bias, tl.full(bias.shape, LOG2E, tl.float32), s)
+
+
+@triton.jit
 def _accumulate(s, v, top, total, acc, PRECISION: tl.constexpr):
     """One step of the online softmax."""
     new_top = tl.maximum(top, tl.max(s, 1))
@@ -59,15 +65,27 @@ def _accumulate(s, v, top, total, acc, PRECISION: tl.constexpr):
     return new_top, total, acc
 
 
+@triton.jit
+def _part(tiles, split, SPLITS: tl.constexpr, LAST: tl.constexpr):
+    """The tiles of a split: equal numbers, but ``LAST`` fewer in the last one, which mostly has a tile with a mask."""
+    if SPLITS == 1 or LAST == 0:
+        return split * tiles // SPLITS, (split + 1) * tiles // SPLITS
+    else:
+        others = tiles - tl.minimum(tiles, tl.maximum((tiles + LAST) // SPLITS - LAST, 1))
+        lo = split * others // (SPLITS - 1)
+        hi = (split + 1) * others // (SPLITS - 1)
+        return lo, tl.where(split == SPLITS - 1, tiles, hi)
+
+
 @triton.jit(do_not_specialize=["rows", "kv_len", "capacity"])
 def _split_kernel(
     Q, K, V, MASK, IDS, COUNT, FULL, SINKS, TOP, TOTAL, PARTIAL, OUT,
     q_b, q_h, q_t, q_d, k_b, k_h, k_s, k_d, v_b, v_h, v_s, v_d, m_b, m_h, m_t, m_s,
     i_b, i_h, f_b, f_h, c_b, c_h, o_b, o_h, o_t, o_d, rows, kv_len, capacity, scale, softcap,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
-    M: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr, SUBS: tl.constexpr, SPLITS: tl.constexpr, SCAN: tl.constexpr,
-    MASK_KIND: tl.constexpr, HIDDEN: tl.constexpr, LISTED: tl.constexpr, FLAGGED: tl.constexpr, INLINE: tl.constexpr,
-    HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    M: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr, SUBS: tl.constexpr, SPLITS: tl.constexpr, LAST: tl.constexpr,
+    SCAN: tl.constexpr, MASK_KIND: tl.constexpr, HIDDEN: tl.constexpr, LISTED: tl.constexpr, FLAGGED: tl.constexpr,
+    INLINE: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     split = tl.program_id(0)
     tile = tl.program_id(1) % TILES
@@ -90,16 +108,12 @@ def _split_kernel(
         count = tl.load(COUNT + b * c_b + kv_head * c_h)
     else:
         count = capacity
+    lo, hi = _part(tl.cdiv(count, SUBS), split, SPLITS, LAST)
     if SUBS > 1:
-        tiles = tl.cdiv(count, SUBS)
-        lo = split * tiles // SPLITS
-        hi = (split + 1) * tiles // SPLITS
         end = count
         # Each key brings its own slot.
         slot = tl.zeros_like(n)
     else:
-        lo = split * count // SPLITS
-        hi = (split + 1) * count // SPLITS
         end = hi
         slot = n
     block = tile_ids(ids, lo, end, n, BLOCK, SUBS, LISTED)
@@ -125,16 +139,17 @@ def _split_kernel(
         v_slot = tile_start(block, key, 1, BLOCK, SUBS)
         if INLINE:
             inside = exist(key, j, end, n, kv_len, BLOCK, SUBS)
-            k = tl.load(k_at + k_slot * k_s, mask=inside[None, :] & (d < D)[:, None], other=0.0)
-            v = tl.load(v_at + v_slot * v_s, mask=inside[:, None] & (dv < DV)[None, :], other=0.0)
-            s = _scores(q, k, scale, softcap, HAS_CAP, PRECISION)
             wanted = in_tile[:, None] & inside[None, :] & (plain == 0)
             if MASK_KIND == 1:
                 keep = tl.load(m_at + key[None, :] * m_s, mask=wanted, other=0) != 0
             else:
                 bias = tl.load(m_at + key[None, :] * m_s, mask=wanted, other=float("-inf")).to(tl.float32)
                 keep = bias > HIDDEN
-                s += tl.where(keep, bias, 0.0) * LOG2E
+            k = tl.load(k_at + k_slot * k_s, mask=inside[None, :] & (d < D)[:, None], other=0.0)
+            v = tl.load(v_at + v_slot * v_s, mask=inside[:, None] & (dv < DV)[None, :], other=0.0)
+            s = _scores(q, k, scale, softcap, HAS_CAP, PRECISION)
+            if MASK_KIND == 2:
+                s = _add_bias(s, tl.where(keep, bias, 0.0))
             keep = keep | plain
             s = tl.where(keep, s, float("-inf"))
             v = tl.where((tl.max(keep.to(tl.int32), 0) > 0)[:, None], v, 0.0)
@@ -155,34 +170,37 @@ def _split_kernel(
         block = next_block
         flags = next_flags
 
-    if not INLINE:  # noqa: SIM102 (a constant of the kernel: folded into one condition, the branch would be compiled)
-        if partial > 0:
-            position = lo + tl.arange(0, SCAN)
-            plains = (position >= hi) | plain_tiles(ids, full, position, end, kv_len, BLOCK, SUBS, LISTED, FLAGGED, MASK_KIND)
-            j = first
-            while partial > 0:
-                block = tile_ids(ids, j, end, n, BLOCK, SUBS, LISTED)
-                key = tile_keys(block, n, BLOCK, SUBS)
-                k_slot = tile_start(block, key, 0, BLOCK, SUBS)
-                v_slot = tile_start(block, key, 1, BLOCK, SUBS)
-                inside = exist(key, j, end, n, kv_len, BLOCK, SUBS)
-                k = tl.load(k_at + k_slot * k_s, mask=inside[None, :] & (d < D)[:, None], other=0.0)
-                v = tl.load(v_at + v_slot * v_s, mask=inside[:, None] & (dv < DV)[None, :], other=0.0)
-                s = _scores(q, k, scale, softcap, HAS_CAP, PRECISION)
-                wanted = in_tile[:, None] & inside[None, :]
-                if MASK_KIND == 0:
-                    keep = wanted
-                elif MASK_KIND == 1:
-                    keep = tl.load(m_at + key[None, :] * m_s, mask=wanted, other=0) != 0
-                else:
-                    bias = tl.load(m_at + key[None, :] * m_s, mask=wanted, other=float("-inf")).to(tl.float32)
-                    keep = bias > HIDDEN
-                    s += tl.where(keep, bias, 0.0) * LOG2E
-                s = tl.where(keep, s, float("-inf"))
-                v = tl.where((tl.max(keep.to(tl.int32), 0) > 0)[:, None], v, 0.0)
-                top, total, acc = _accumulate(s, v, top, total, acc, PRECISION)
-                partial -= 1
-                j = tl.min(tl.where(plains | (position <= j), 2147483647, position), 0)
+    if not INLINE:
+        j = first
+        while partial > 0:
+            block = tile_ids(ids, j, end, n, BLOCK, SUBS, LISTED)
+            key = tile_keys(block, n, BLOCK, SUBS)
+            k_slot = tile_start(block, key, 0, BLOCK, SUBS)
+            v_slot = tile_start(block, key, 1, BLOCK, SUBS)
+            inside = exist(key, j, end, n, kv_len, BLOCK, SUBS)
+            wanted = in_tile[:, None] & inside[None, :]
+            # Before the product, whose registers it would spill.
+            if MASK_KIND == 0:
+                keep = wanted
+            elif MASK_KIND == 1:
+                keep = tl.load(m_at + key[None, :] * m_s, mask=wanted, other=0) != 0
+            else:
+                bias = tl.load(m_at + key[None, :] * m_s, mask=wanted, other=float("-inf")).to(tl.float32)
+                keep = bias > HIDDEN
+            k = tl.load(k_at + k_slot * k_s, mask=inside[None, :] & (d < D)[:, None], other=0.0)
+            v = tl.load(v_at + v_slot * v_s, mask=inside[:, None] & (dv < DV)[None, :], other=0.0)
+            s = _scores(q, k, scale, softcap, HAS_CAP, PRECISION)
+            if MASK_KIND == 2:
+                s = _add_bias(s, tl.where(keep, bias, 0.0))
+            s = tl.where(keep, s, float("-inf"))
+            v = tl.where((tl.max(keep.to(tl.int32), 0) > 0)[:, None], v, 0.0)
+            top, total, acc = _accumulate(s, v, top, total, acc, PRECISION)
+            partial -= 1
+            if partial > 0:
+                # Mostly there is one: only now look for the next.
+                position = lo + tl.arange(0, SCAN)
+                plains = plain_tiles(ids, full, position, end, kv_len, BLOCK, SUBS, LISTED, FLAGGED, MASK_KIND)
+                j = tl.min(tl.where((position >= hi) | plains | (position <= j), 2147483647, position), 0)
 
     if PDL:
         gdc_launch_dependents()
@@ -291,6 +309,8 @@ def attention_triton(
     mask_operand = q if mask is None else mask.view(torch.uint8) if mask_kind == 1 else mask
     # A bias per head (ALiBi) leaves no block without mask work: then one pipelined loop that loads it beats two loops.
     inline = mask is not None and (full is None or (mask_kind == 2 and mask.shape[1] > 1))
+    last = 0 if inline else tiling.last
+    most = triton.cdiv(triton.cdiv(capacity, subs), max(1, splits - (last > 0)))
     base2 = 1.0 if softcap > 0 else LOG2E.value
     pdl = tiling.pdl
     options = {"launch_pdl": True} if pdl else {}
@@ -302,8 +322,8 @@ def attention_triton(
             *out.stride(), rows, kv_len, capacity, scale * base2, softcap,
             HEADS=heads, GROUP=group, D=dim, DV=v_dim,
             BD=max(16, triton.next_power_of_2(dim)), BDV=max(16, triton.next_power_of_2(v_dim)),
-            M=tiling.rows, TILES=tiles, BLOCK=block_size, SUBS=subs, SPLITS=splits,
-            SCAN=triton.next_power_of_2(triton.cdiv(triton.cdiv(capacity, subs), splits) + 1),
+            M=tiling.rows, TILES=tiles, BLOCK=block_size, SUBS=subs, SPLITS=splits, LAST=last,
+            SCAN=triton.next_power_of_2(most + 1),
             MASK_KIND=mask_kind, HIDDEN=hidden_threshold(mask.dtype) if mask is not None and mask_kind == 2 else 0.0,
             LISTED=ids is not None, FLAGGED=full is not None, INLINE=inline,
             HAS_CAP=softcap > 0, HAS_SINKS=sinks is not None, PRECISION="ieee" if q.dtype == torch.float32 else None,

@@ -10,9 +10,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-# Programs for each (layer, batch row, head): a step completes at most a few blocks, a rebuild walks them all.
-_PROGRAMS = 64
+from spec_compile.kernels.tiling import device_of
+
+# Programs in all: a step completes at most a few blocks, a rebuild walks them all.
+_PROGRAMS = 1024
 _TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
@@ -20,7 +23,7 @@ _TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: 
 def _summary_kernel(
     TABLE, VALID, POSITION, START, p_b, k_b, k_h, k_s, k_d, s_b, s_h, s_n, s_r, s_d, heads, kv_len,
     D: tl.constexpr, BD: tl.constexpr, BLOCK: tl.constexpr, BOUNDS: tl.constexpr, TYPE: tl.constexpr, PROGRAMS: tl.constexpr,
-    DECIDE: tl.constexpr,
+    DECIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     lane = tl.program_id(1)
     layer = tl.program_id(2)
@@ -28,6 +31,9 @@ def _summary_kernel(
     head = (lane % heads).to(tl.int64)
     K = tl.load(TABLE + 2 * layer).to(tl.pointer_type(TYPE)) + b * k_b + head * k_h
     SUMMARY = tl.load(TABLE + 2 * layer + 1).to(tl.pointer_type(TYPE)) + b * s_b + head * s_h
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     committed = tl.minimum(tl.load(POSITION + b * p_b), kv_len).to(tl.int32) // BLOCK
     slot = START + layer * tl.num_programs(1) + lane
     d = tl.arange(0, BD)
@@ -113,10 +119,12 @@ def block_summary_triton(
         _table(keys, summaries), valid, position, start, 0 if position.shape[0] == 1 else position.stride(0),
         *k.stride(), *summary.stride(), heads, k.shape[2],
     )  # fmt: skip
+    pdl = device_of(k.device).capability >= 90
     with torch.cuda.device_of(k):
         for decide in (True, False):
-            programs = 1 if decide else _PROGRAMS if k.is_cuda else 2
+            programs = 1 if decide else max(1, _PROGRAMS // (batch * heads * len(keys))) if k.is_cuda else 2
             _summary_kernel[(programs, batch * heads, len(keys))](
                 *operands, D=dim, BD=max(16, triton.next_power_of_2(dim)), BLOCK=block_size,
                 BOUNDS=representative == "min_max", TYPE=_TYPES[k.dtype], PROGRAMS=programs, DECIDE=decide,
+                PDL=pdl, **({"launch_pdl": True} if pdl else {}),
             )  # fmt: skip

@@ -2,8 +2,9 @@
 
 The contest is an exact search for the budget's last score among order-preserving bits: every step counts the keys above two
 probes, so that some 20 steps leave one value at the latest, whose ties go to the lowest places. Equal inputs give equal lists.
-It takes one program per KV head, which holds the keys in registers; or one per batch row where all heads compete, and any
-where a cache has very many blocks, which read them in every step. Where a step keeps every block, both launches return at once.
+A KV head's programs hold its keys in registers: each searches all of them, and lists its part of the winners. Where all heads
+compete, or a cache has very many blocks, one program reads them in every step. Where a step keeps every block, both launches
+return at once.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from spec_compile.kernels.block_scores_triton import batch_step, contest_budget, ordered_bits, score_blocks
 from spec_compile.kernels.tiling import device_of
 
-# Blocks whose keys one program holds in registers, and those of one step where it does not.
-_MOST_IN_REGISTERS, _CHUNK = 16_384, 4096
+# Blocks whose keys one program holds in registers, those of one step where it does not, and the fewest that one lists.
+_MOST_IN_REGISTERS, _CHUNK, _PART = 16_384, 4096, 512
 
 
 @triton.jit
@@ -89,6 +90,12 @@ def _running_sum(x, CHUNK: tl.constexpr):
 
 
 @triton.jit
+def _bounds(committed, live, gate, sink, recent, tokens, floor, BLOCK: tl.constexpr, SHARE: tl.constexpr):
+    end = tl.maximum(tl.minimum(committed, live - recent), sink)
+    return end, tl.minimum(contest_budget(live, gate, tokens, floor, BLOCK, SHARE), end - sink)
+
+
+@triton.jit
 def _contest(
     ids, live, position, gate, sink, recent, tokens, floor, BLOCK: tl.constexpr, SHARE: tl.constexpr, GROUPS: tl.constexpr
 ):
@@ -101,8 +108,7 @@ def _contest(
     below = tl.load(ids + place, mask=place < live, other=2147483647) < limit
     committed = tl.max(tl.where(below, place + 1, 0), 0)
     committed = tl.maximum(committed, tl.min(place, 0))
-    end = tl.maximum(tl.minimum(committed, live - recent), sink)
-    return end, tl.minimum(contest_budget(live, gate, tokens, floor, BLOCK, SHARE), end - sink)
+    return _bounds(committed, live, gate, sink, recent, tokens, floor, BLOCK, SHARE)
 
 
 @triton.jit
@@ -114,20 +120,6 @@ def _copy(ids, full, out_ids, out_full, live, blocks, CHUNK: tl.constexpr):
         flag = tl.load(full + place, mask=place < blocks, other=0)
         tl.store(out_ids + place, block, mask=place < live)
         tl.store(out_full + place, flag, mask=place < live)
-
-
-@triton.jit
-def _scatter(targets, ids, full, out_ids, out_full, live, CHUNK: tl.constexpr):
-    """List the live blocks at their targets, if these are not negative."""
-    for start in tl.range(0, live, CHUNK):
-        # Neighbours in a warp, as the stores want them: unless told otherwise, the loads would put them in a thread.
-        place = tl.arange(0, 2)[:, None] * (CHUNK // 2) + tl.arange(0, CHUNK // 2)[None, :]
-        place = tl.max_contiguous(start + place, [1, 1])
-        target = tl.load(targets + place, mask=place < live, other=4294967295).to(tl.int32, bitcast=True)
-        block = tl.load(ids + place, mask=place < live, other=0)
-        flag = tl.load(full + place, mask=place < live, other=0)
-        tl.store(out_ids + target, block, mask=target >= 0)
-        tl.store(out_full + target, flag, mask=target >= 0)
 
 
 @triton.jit
@@ -145,17 +137,31 @@ def _fill(ids, full, count, blocks, CHUNK: tl.constexpr):
         tl.store(full + place, 0, mask=place < blocks)
 
 
+@triton.jit
+def _scored_keys(
+    scores, keys, place, blocks, live, sink, end, HEADS: tl.constexpr, POOLED: tl.constexpr
+):  # fmt: skip
+    """Keys of some places that the score kernel has scored, 0 outside the contest."""
+    if POOLED:
+        return _keys(scores, blocks, place, (place >= sink) & (place < end), HEADS, POOLED)
+    else:
+        # Loaded up to a constant end, so that loads are wide.
+        key = tl.load(keys + place, mask=place < blocks, other=0)
+        return tl.where(place < live, key, 0)
+
+
 # blocks stays specialised: a multiple of 16 lets lists be read and written 16 bytes at a time.
 @triton.jit(do_not_specialize=["sink", "recent", "tokens", "floor"])
 def _contest_kernel(
     SCORES, IDS, COUNT, FULL, POSITION, GATE, KEYS, OUT_IDS, OUT_COUNT, OUT_FULL, i_b, c_b, f_b, p_b,
     blocks, sink, recent, tokens, floor,
-    HEADS: tl.constexpr, POOLED: tl.constexpr, CHUNK: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr,
+    HEADS: tl.constexpr, POOLED: tl.constexpr, CHUNK: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr,
     SHARE: tl.constexpr, SCORED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Every head for itself, its keys in registers."""
+    """Every head for itself, its keys in registers. Programs of a head search alike, and list the winners of their part each."""
     head = tl.program_id(0)
     b = tl.program_id(1).to(tl.int64)
+    first = tl.program_id(2) * PART
     ids = IDS + b * i_b
     full = FULL + b * f_b
     row = (b * HEADS + head) * blocks
@@ -164,31 +170,42 @@ def _contest_kernel(
     # The score kernel starts its dependents after all before it is done: what it does not write can be read at once.
     live = tl.load(COUNT + b * c_b)
     position = tl.load(POSITION + b * p_b)
-    end, budget = _contest(
-        ids, live, position, tl.load(GATE), sink, recent, tokens, floor, BLOCK, SHARE, CHUNK // 128
-    )  # fmt: skip
+    own = first + tl.arange(0, PART)
+    block = tl.load(ids + own, mask=own < blocks, other=-1)
+    flag = tl.load(full + own, mask=own < blocks, other=0)
+    gate = tl.load(GATE)
+    scores = SCORES + (b * HEADS * blocks if POOLED else row)
+    place = tl.arange(0, CHUNK)
+    if SCORED:
+        end, budget = _contest(ids, live, position, gate, sink, recent, tokens, floor, BLOCK, SHARE, CHUNK // 128)
+    else:
+        # All that is needed is loaded at once.
+        listed = tl.load(ids + place, mask=place < blocks, other=-1)
+        key = _keys(scores, blocks, listed, place < live, HEADS, POOLED)
+        mine = _keys(scores, blocks, block, own < live, HEADS, POOLED)
+        committed = tl.sum(((place < live) & (listed < position.to(tl.int32) // BLOCK)).to(tl.int32), 0)
+        end, budget = _bounds(committed, live, gate, sink, recent, tokens, floor, BLOCK, SHARE)
+        key = tl.where((place >= sink) & (place < end), key, 0)
+        mine = tl.where((own >= sink) & (own < end), mine, 0)
     size = end - sink
     kept = live - size + budget
-    tl.store(OUT_COUNT + b * HEADS + head, kept)
-    _fill(OUT_IDS + row, OUT_FULL + row, kept, blocks, STEP)
+    if first == 0:
+        tl.store(OUT_COUNT + b * HEADS + head, kept)
+    unused = (own >= kept) & (own < blocks)
+    tl.store(OUT_IDS + row + own, -1, mask=unused)
+    tl.store(OUT_FULL + row + own, 0, mask=unused)
     if PDL and SCORED:
         gdc_wait()
     if PDL:
         gdc_launch_dependents()
     if budget == size:
-        _copy(ids, full, OUT_IDS + row, OUT_FULL + row, live, blocks, STEP)
+        tl.store(OUT_IDS + row + own, block, mask=own < live)
+        tl.store(OUT_FULL + row + own, flag, mask=own < live)
         return
 
-    place = tl.arange(0, CHUNK)
-    if SCORED and not POOLED:
-        key = tl.load(KEYS + row + place, mask=place < blocks, other=0)
-        key = tl.where(place < live, key, 0)
-    else:
-        at = place
-        if not SCORED:
-            at = tl.load(ids + place, mask=place < blocks, other=0)
-        scores = SCORES + (b * HEADS * blocks if POOLED else row)
-        key = _keys(scores, blocks, at, (place >= sink) & (place < end), HEADS, POOLED)
+    if SCORED:
+        key = _scored_keys(scores, KEYS + row, place, blocks, live, sink, end, HEADS, POOLED)
+        mine = _scored_keys(scores, KEYS + row, own, blocks, live, sink, end, HEADS, POOLED)
     # at_lo keys are at least lo, which is no fewer than the budget; at_hi at least hi, which is fewer.
     lo = tl.min(key - 1, 0) + 1
     hi = tl.max(key, 0) + 1
@@ -199,17 +216,23 @@ def _contest_kernel(
         low, high = _probes(lo, hi)
         counts = _counts(key, low, high)
         lo, hi, at_lo, at_hi = _narrow(lo, hi, at_lo, at_hi, low, high, counts & 65535, counts >> 16, budget)
-    # Keys of 0 lie outside the contest: less one, they are above all.
-    keep = tl.where((place < live) & (key - 1 >= lo - 1), 1, 0)
+    # Above the edge all win, and of those from lo to it, which are ties, the first ones. Keys of 0 lie outside the contest
+    # and are kept: less one, they are above all.
+    edge = tl.where(at_lo == budget, lo, hi)
+    keep = tl.where((own < live) & (mine - 1 >= edge - 1), 1, 0)
+    before = (place < live) & (place < first)
+    above = tl.where(before & (key - 1 >= edge - 1), 1, 0)
     if at_lo != budget:
-        equal = tl.where((key >= lo) & (key < hi), 1, 0)
-        rank = _running_sum(equal, CHUNK)
-        keep = tl.where(rank > budget - at_hi, keep - equal, keep)
-    # Sums want neighbours in a thread, scattered stores in a warp: targets change hands through memory.
-    target = tl.where(keep != 0, _running_sum(keep, CHUNK) - 1, -1)
-    tl.store(KEYS + row + place, target.to(tl.uint32, bitcast=True), mask=place < blocks)
-    tl.debug_barrier()
-    _scatter(KEYS + row, ids, full, OUT_IDS + row, OUT_FULL + row, live, STEP)
+        equal = tl.where((mine >= lo) & (mine < edge), 1, 0)
+        counts = tl.sum(above + tl.where(before & (key >= lo) & (key < edge), 65536, 0), 0)
+        ties = counts >> 16
+        keep = tl.where((equal != 0) & (ties + _running_sum(equal, PART) <= budget - at_hi), 1, keep)
+        start = (counts & 65535) + tl.minimum(ties, budget - at_hi)
+    else:
+        start = tl.sum(above, 0)
+    target = start + _running_sum(keep, PART) - 1
+    tl.store(OUT_IDS + row + target, block, mask=keep != 0)
+    tl.store(OUT_FULL + row + target, flag, mask=keep != 0)
 
 
 @triton.jit(do_not_specialize=["sink", "recent", "tokens", "floor"])
@@ -340,7 +363,7 @@ def select_blocks_triton(
     out_full = full.new_empty(batch, kv_heads, blocks)
     rule = (sink, recent, tokens, floor)
     scored, pooled = scores is None, heads == "pooled"
-    # Ordered scores, and in the end where each block goes.
+    # Ordered scores.
     keys = ids.new_empty(batch, kv_heads, blocks).view(torch.uint32)
     pdl = device_of(q.device).capability >= 90
     options = {"launch_pdl": True} if pdl else {}
@@ -362,8 +385,11 @@ def select_blocks_triton(
             )  # fmt: skip
         else:
             chunk = max(256, triton.next_power_of_2(blocks))
-            _contest_kernel[(kv_heads, batch)](
-                *operands, HEADS=kv_heads, POOLED=pooled, CHUNK=chunk, STEP=min(chunk, _CHUNK), BLOCK=block_size, SHARE=share,
-                SCORED=scored, PDL=pdl, num_warps=min(16, max(4, chunk // 512)), **options,
+            # As many programs as processors: searching again costs no time on an idle one.
+            parts = min(chunk // _PART, device_of(q.device).processors // (kv_heads * batch))
+            part = chunk if parts < 2 else triton.next_power_of_2(triton.cdiv(chunk, parts))
+            _contest_kernel[(kv_heads, batch, chunk // part)](
+                *operands, HEADS=kv_heads, POOLED=pooled, CHUNK=chunk, PART=part, BLOCK=block_size, SHARE=share,
+                SCORED=scored, PDL=pdl, num_warps=min(16, max(4, chunk // 256)), **options,
             )  # fmt: skip
     return out_ids, out_count, out_full

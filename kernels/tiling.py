@@ -14,7 +14,8 @@ import torch
 
 @dataclass(frozen=True)
 class Tiling:
-    """How one call is cut: rows a tile, splits of the block list, warps, pipeline stages, dependent launch, keys a tile.
+    """How one call is cut: rows a tile, splits of the block list, warps, pipeline stages, dependent launch, keys a tile, and
+    how many tiles fewer the last split reads, because its last one mostly needs the mask and no pipeline.
 
     Blocks of fewer keys fill a tile together; one of more is a tile by itself.
     """
@@ -25,6 +26,7 @@ class Tiling:
     stages: int
     pdl: bool
     keys: int = 64
+    last: int = 4
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,8 @@ def attention() -> None:
         for splits in (1, 16):
             constants = {
                 "HEADS": 32, "GROUP": 4, "D": 128, "DV": 128, "BD": 128, "BDV": 128, "M": 64, "TILES": 1, "BLOCK": 64,
-                "SUBS": 1, "SPLITS": splits, "SCAN": 64, "MASK_KIND": kind, "HIDDEN": -1e38, "LISTED": listed, "FLAGGED": listed,
+                "SUBS": 1, "LAST": 4, "SPLITS": splits, "SCAN": 64, "MASK_KIND": kind, "HIDDEN": -1e38, "LISTED": listed,
+                "FLAGGED": listed,
                 "INLINE": inline, "HAS_CAP": cap, "HAS_SINKS": splits == 1, "PRECISION": None, "PDL": True,
                 "q_d": 1, "k_d": 1, "v_d": 1, "o_d": 1,
             }  # fmt: skip
@@ -94,7 +95,8 @@ def attention_in_small_blocks() -> None:
         inline, flagged = kind == 2, kind == 1
         constants = {
             "HEADS": 32, "GROUP": 4, "D": dim, "DV": dim, "BD": dim, "BDV": dim, "M": 64, "TILES": 1, "BLOCK": block,
-            "SUBS": 64 // block, "SPLITS": 16, "SCAN": 64, "MASK_KIND": kind, "HIDDEN": -1e38, "LISTED": True, "FLAGGED": flagged,
+            "SUBS": 64 // block, "LAST": 4, "SPLITS": 16, "SCAN": 64, "MASK_KIND": kind, "HIDDEN": -1e38, "LISTED": True,
+            "FLAGGED": flagged,
             "INLINE": inline, "HAS_CAP": False, "HAS_SINKS": False, "PRECISION": None, "PDL": True,
             "q_d": 1, "k_d": 1, "v_d": 1, "o_d": 1,
         }  # fmt: skip
@@ -141,11 +143,11 @@ def selection() -> None:
     for chunk, scored, pooled in ((256, True, False), (2048, True, False), (2048, False, True), (16_384, False, False),
                                   (16_384, True, False), (16_384, True, True)):  # fmt: skip
         constants = {
-            "HEADS": 8, "POOLED": pooled, "CHUNK": chunk, "STEP": min(chunk, 4096), "BLOCK": 64, "SHARE": 0.3, "SCORED": scored,
-            "PDL": True,
+            "HEADS": 8, "POOLED": pooled, "CHUNK": chunk, "PART": min(chunk, max(512, chunk // 16)), "BLOCK": 64,
+            "SHARE": 0.3, "SCORED": scored, "PDL": True,
         }  # fmt: skip
         found = build(f"contest of {chunk} scored {scored} pooled {pooled}", select_blocks_triton._contest_kernel, pointers,
-                      constants, aligned, num_warps=min(16, max(4, chunk // 512)))  # fmt: skip
+                      constants, aligned, num_warps=min(16, max(4, chunk // 256)))  # fmt: skip
         assert found.metadata.shared <= 48 << 10
     for joint, scored, pooled in ((False, True, False), (True, True, False), (True, False, False), (True, True, True)):
         constants = {
@@ -160,7 +162,7 @@ def selection() -> None:
             for decide in (False, True):
                 constants = {
                     "D": 128, "BD": 128, "BLOCK": 64, "BOUNDS": bounds, "TYPE": types[kind], "PROGRAMS": 1 if decide else 64,
-                    "DECIDE": decide, "k_d": 1, "s_d": 1,
+                    "DECIDE": decide, "PDL": True, "k_d": 1, "s_d": 1,
                 }  # fmt: skip
                 pointers = {"TABLE": "i64", "VALID": "i32", "POSITION": "i64", "START": "i32"}
                 build(f"summary {kind} {bounds} {decide}", block_summary_triton._summary_kernel, pointers, constants)
