@@ -30,16 +30,22 @@ def _score(key):
 
 
 @triton.jit
-def _keys(scores, blocks, at, inside, HEADS: tl.constexpr, POOLED: tl.constexpr):
-    """Ordered bits of the scores of one head, or of the mean of all, 0 outside the contest."""
+def _keys(scores, blocks, at, there, HEADS: tl.constexpr, POOLED: tl.constexpr):
+    """Ordered bits of the scores of one head, or of the mean of all."""
     if POOLED:
         s = tl.zeros(at.shape, tl.float32)
         for head in tl.static_range(HEADS):
-            s += tl.load(scores + head * blocks + at, mask=inside, other=0.0)
+            s += tl.load(scores + head * blocks + at, mask=there, other=0.0)
         s = s / HEADS
     else:
-        s = tl.load(scores + at, mask=inside, other=0.0)
-    return tl.where(inside, ordered_bits(s), 0)
+        s = tl.load(scores + at, mask=there, other=0.0)
+    return ordered_bits(s)
+
+
+@triton.jit
+def _between(place, first, end):
+    """``first <= place < end`` in one comparison."""
+    return (place - first).to(tl.uint32, bitcast=True) < (end - first).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
@@ -138,12 +144,11 @@ def _fill(ids, full, count, blocks, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _scored_keys(
-    scores, keys, place, blocks, live, sink, end, HEADS: tl.constexpr, POOLED: tl.constexpr
-):  # fmt: skip
+def _scored_keys(scores, keys, place, blocks, live, sink, end, HEADS: tl.constexpr, POOLED: tl.constexpr):
     """Keys of some places that the score kernel has scored, 0 outside the contest."""
     if POOLED:
-        return _keys(scores, blocks, place, (place >= sink) & (place < end), HEADS, POOLED)
+        inside = _between(place, sink, end)
+        return tl.where(inside, _keys(scores, blocks, place, inside, HEADS, POOLED), 0)
     else:
         # Loaded up to a constant end, so that loads are wide.
         key = tl.load(keys + place, mask=place < blocks, other=0)
@@ -179,14 +184,16 @@ def _contest_kernel(
     if SCORED:
         end, budget = _contest(ids, live, position, gate, sink, recent, tokens, floor, BLOCK, SHARE, CHUNK // 128)
     else:
-        # All that is needed is loaded at once.
+        # All that is needed is loaded at once. Entries that are not used, -1, are above every limit.
         listed = tl.load(ids + place, mask=place < blocks, other=-1)
-        key = _keys(scores, blocks, listed, place < live, HEADS, POOLED)
-        mine = _keys(scores, blocks, block, own < live, HEADS, POOLED)
-        committed = tl.sum(((place < live) & (listed < position.to(tl.int32) // BLOCK)).to(tl.int32), 0)
+        limit = position.to(tl.int32) // BLOCK
+        below = _between(listed, 0, limit)
+        key = _keys(scores, blocks, listed, below, HEADS, POOLED)
+        mine = _keys(scores, blocks, block, _between(block, 0, limit), HEADS, POOLED)
+        committed = tl.sum(below.to(tl.int32), 0)
         end, budget = _bounds(committed, live, gate, sink, recent, tokens, floor, BLOCK, SHARE)
-        key = tl.where((place >= sink) & (place < end), key, 0)
-        mine = tl.where((own >= sink) & (own < end), mine, 0)
+        key = tl.where(_between(place, sink, end), key, 0)
+        mine = tl.where(_between(own, sink, end), mine, 0)
     size = end - sink
     kept = live - size + budget
     if first == 0:
@@ -209,27 +216,25 @@ def _contest_kernel(
     # at_lo keys are at least lo, which is no fewer than the budget; at_hi at least hi, which is fewer.
     lo = tl.min(key - 1, 0) + 1
     hi = tl.max(key, 0) + 1
+    at_lo = size
+    at_hi = 0
     low, high = _first_probes(lo, hi)
-    counts = _counts(key, low, high)
-    lo, hi, at_lo, at_hi = _narrow(lo, hi, size, 0, low, high, counts & 65535, counts >> 16, budget)
     while (at_lo != budget) & (hi - lo > 1) & (budget > 0):
-        low, high = _probes(lo, hi)
         counts = _counts(key, low, high)
         lo, hi, at_lo, at_hi = _narrow(lo, hi, at_lo, at_hi, low, high, counts & 65535, counts >> 16, budget)
-    # Above the edge all win, and of those from lo to it, which are ties, the first ones. Keys of 0 lie outside the contest
+        low, high = _probes(lo, hi)
+    # From the edge on all win, and of those from lo to it, which are ties, the first ones. Keys of 0 lie outside the contest
     # and are kept: less one, they are above all.
     edge = tl.where(at_lo == budget, lo, hi)
+    room = budget - at_hi
+    counts = tl.where(key - 1 >= lo - 1, 1, 0) + tl.where(key - 1 >= edge - 1, 65536, 0)
+    counts = tl.sum(tl.where(place < tl.minimum(first, live), counts, 0), 0)
+    ties = (counts & 65535) - (counts >> 16)
+    start = (counts >> 16) + tl.minimum(ties, room)
     keep = tl.where((own < live) & (mine - 1 >= edge - 1), 1, 0)
-    before = (place < live) & (place < first)
-    above = tl.where(before & (key - 1 >= edge - 1), 1, 0)
     if at_lo != budget:
         equal = tl.where((mine >= lo) & (mine < edge), 1, 0)
-        counts = tl.sum(above + tl.where(before & (key >= lo) & (key < edge), 65536, 0), 0)
-        ties = counts >> 16
-        keep = tl.where((equal != 0) & (ties + _running_sum(equal, PART) <= budget - at_hi), 1, keep)
-        start = (counts & 65535) + tl.minimum(ties, budget - at_hi)
-    else:
-        start = tl.sum(above, 0)
+        keep = tl.where((equal != 0) & (ties + _running_sum(equal, PART) <= room), 1, keep)
     target = start + _running_sum(keep, PART) - 1
     tl.store(OUT_IDS + row + target, block, mask=keep != 0)
     tl.store(OUT_FULL + row + target, flag, mask=keep != 0)
@@ -282,7 +287,8 @@ def _streamed_contest_kernel(
                 if not SCORED:
                     at = tl.load(ids + place, mask=place < end, other=0)
                 scores = SCORES + (b * HEADS * blocks if POOLED else row + head * blocks)
-                key = _keys(scores, blocks, at, (place >= sink) & (place < end), HEADS, POOLED)
+                inside = _between(place, sink, end)
+                key = tl.where(inside, _keys(scores, blocks, at, inside, HEADS, POOLED), 0)
                 tl.store(keys + place, key, mask=place < end)
             lowest = tl.minimum(lowest, key - 1)
             highest = tl.maximum(highest, key)
@@ -390,6 +396,6 @@ def select_blocks_triton(
             part = chunk if parts < 2 else triton.next_power_of_2(triton.cdiv(chunk, parts))
             _contest_kernel[(kv_heads, batch, chunk // part)](
                 *operands, HEADS=kv_heads, POOLED=pooled, CHUNK=chunk, PART=part, BLOCK=block_size, SHARE=share,
-                SCORED=scored, PDL=pdl, num_warps=min(16, max(4, chunk // 256)), **options,
+                SCORED=scored, PDL=pdl, num_warps=4 if chunk < 1024 else 8 if chunk < 8192 else 16, **options,
             )  # fmt: skip
     return out_ids, out_count, out_full

@@ -111,11 +111,3 @@ def is_plain_tensor(x: Any) -> bool:
     from torch._subclasses.fake_tensor import FakeTensor
 
     return type(x) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor)
-
-
-def same_places(tensors: list[torch.Tensor], places: list[int]) -> bool:
-    """Whether every tensor still lies where it did; CUDA builds of torch tell in C++."""
-    fast = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
-    if fast is not None:
-        return bool(len(tensors) == len(places) and fast(tensors, places, list(range(len(places)))))
-    return [x.data_ptr() for x in tensors] == places

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spec_compile import _compat
 from spec_compile.errors import CacheError, SpecCompileError
 from spec_compile.logs import logger
 from spec_compile.state import BlockSummaries, SparseSwitch
@@ -124,7 +123,8 @@ class StepGraph:
                 return True
             self._weights = [*self._model.parameters(), *self._model.buffers()]
             self._registrations = _Registrations.count
-        return not _compat.same_places(self._tensors(), self._places)
+        # Hundreds of tensors at every step: nothing in Python is faster.
+        return list(map(torch.Tensor.data_ptr, self._tensors())) != self._places
 
     def _tensors(self) -> list[Tensor]:
         """Every tensor that the captured step reads in place; layers of a cache may rebind theirs at any time."""
@@ -177,7 +177,7 @@ class StepGraph:
         self._graph, self._state, self._registrations = graph, state, _Registrations.count
         self._modules = [id(module) for module in self._model.modules()]
         self._weights = [*self._model.parameters(), *self._model.buffers()]
-        self._places = [x.data_ptr() for x in self._tensors()]
+        self._places = list(map(torch.Tensor.data_ptr, self._tensors()))
         self._summaries = [] if self._switch is None else self._switch.summaries
         self._keys = [layer.keys for layer in self._cache.layers]
         logger.debug("captured a verify step of %d rows", self.rows)
