@@ -124,17 +124,23 @@ def linears() -> None:
 
 
 def selection() -> None:
-    for kind, bounds, query, mean in (("bf16", False, 0, False), ("bf16", True, 2, True), ("fp16", True, 1, False),
-                                      ("bf16", True, 3, False), ("fp32", False, 2, False)):  # fmt: skip
+    for kind, bounds, query, aggregate in (
+        ("bf16", False, 0, "max"), ("bf16", True, 2, "mean"), ("bf16", False, 2, "softmax"), ("fp16", True, 1, "max"),
+        ("bf16", True, 3, "softmax"), ("fp32", False, 2, "max"),
+    ):  # fmt: skip
         constants = {
-            "KV_HEADS": 8, "GROUP": 4, "D": 128, "BD": 128, "M": 32, "BN": 64, "QUERY": query, "BOUNDS": bounds, "MEAN": mean,
-            "WIDE": query == 3, "BLOCK": 64, "SHARE": 0.3, "ORDERED": query != 1, "PDL": True, "q_d": 1, "s_d": 1,
+            "KV_HEADS": 8, "GROUP": 4, "D": 128, "BD": 128, "M": 32, "BN": 64, "QUERY": query, "BOUNDS": bounds,
+            "WIDE": query == 3, "BLOCK": 64, "SHARE": 0.3, "PARTS": 16, "PDL": True, "q_d": 1, "s_d": 1,
         }  # fmt: skip
         pointers = {
-            "Q": kind, "SUMMARY": kind, "SCORES": "fp32" if query == 1 else "u32", "IDS": "i32", "COUNT": "i32",
-            "POSITION": "i64", "GATE": "i64",
+            "Q": kind, "SUMMARY": kind, "IDS": "i32", "COUNT": "i32", "POSITION": "i64", "GATE": "i64", "TOPS": "fp32",
+            "SUMS": "fp32",
         }  # fmt: skip
-        build(f"block scores {kind} {query}", block_scores_triton._score_kernel, pointers, constants)
+        if aggregate == "softmax":
+            build(f"row sums {kind} {query}", block_scores_triton._row_sums_kernel, pointers, constants)
+        pointers["SCORES"] = "fp32" if query == 1 else "u32"
+        constants.update({"AGGREGATE": aggregate, "ORDERED": query != 1})
+        build(f"block scores {kind} {query} {aggregate}", block_scores_triton._score_kernel, pointers, constants)
     pointers = {
         "SCORES": "fp32", "KEYS": "u32", "IDS": "i32", "COUNT": "i32", "FULL": "u8", "POSITION": "i64", "GATE": "i64",
         "OUT_IDS": "i32", "OUT_COUNT": "i32", "OUT_FULL": "u8",
