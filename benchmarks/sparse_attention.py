@@ -1,7 +1,7 @@
 """Sparse verify attention on a CUDA device: select once, attend in an anchor layer and its followers.
 
     python benchmarks/sparse_attention.py [--points 1x32768 1x65536 1x131072 8x32768] [--blocks 64 8] [--followers 3]
-                                          [--share 16] [--rows 8] [--json FILE]
+                                          [--aggregate max] [--share 16] [--rows 8] [--json FILE]
 
 Llama-3.1-8B's attention (32 query and 8 KV heads, head dim 128) in bfloat16, 1/16 of the keys selected. Times are medians in
 microseconds inside one CUDA graph over as many layer groups as hold 240 MB of *selected* blocks, each layer with a full cache
@@ -28,6 +28,8 @@ from spec_compile.kernels.selection import summarize_blocks
 
 ROTATE = 240 << 20
 Lists = tuple[Tensor, Tensor, Tensor]
+# Rows that score, and how their scores are aggregated.
+Rule = tuple[str, str]
 
 
 def rand(*shape: int) -> Tensor:
@@ -48,8 +50,8 @@ class Group:
 class Point:
     """A shape: what its calls share."""
 
-    def __init__(self, batch: int, slots: int, rows: int, size: int, share: int, query: str, followers: int) -> None:
-        self.size, self.query, self.tokens = size, query, slots // share
+    def __init__(self, batch: int, slots: int, rows: int, size: int, share: int, rule: Rule, followers: int) -> None:
+        self.size, self.rule, self.tokens = size, rule, slots // share
         self.mask = causal(rows, slots, slots)
         self.live = library.live_blocks(self.mask, size)
         self.position = torch.full((1,), slots - rows, device="cuda")
@@ -62,7 +64,7 @@ class Point:
 
     def select(self, q: Tensor, summary: Tensor | None, scores: Tensor | None = None) -> Lists:
         return library.select_blocks(
-            q, summary, scores, *self.live, self.position, self.gate, self.size, DIM**-0.5, self.query, "max", "own", False,
+            q, summary, scores, *self.live, self.position, self.gate, self.size, DIM**-0.5, *self.rule, "own", False,
             1, 2, self.tokens, 0.0, 0,
         )  # fmt: skip
 
@@ -76,9 +78,9 @@ class Point:
 
 
 def measure(
-    batch: int, slots: int, rows: int, size: int, share: int, query: str, followers: int, bandwidth: float
+    batch: int, slots: int, rows: int, size: int, share: int, rule: Rule, followers: int, bandwidth: float
 ) -> dict[str, Any]:
-    point = Point(batch, slots, rows, size, share, query, followers)
+    point = Point(batch, slots, rows, size, share, rule, followers)
     layers = followers + 1
     chosen = [point.select(g.layers[0][0], g.summary) for g in point.groups]
     masses = [torch.rand(batch, KV_HEADS, slots // size, device="cuda") for _ in range(4)]
@@ -99,7 +101,8 @@ def measure(
     exact = library.live_blocks(point.mask, 64)
     every = [layer for g in point.groups for layer in g.layers][:6]
     return {
-        "B": batch, "S": slots, "T": rows, "block_size": size, "query": query, "followers": followers, "share": 1 / share,
+        "B": batch, "S": slots, "T": rows, "block_size": size, "query": rule[0], "aggregate": rule[1],
+        "followers": followers, "share": 1 / share,
         "limit_us": (layers * point.selected_bytes + point.summary_bytes) / layers / bandwidth * 1e6,
         "per_layer_us": over([lambda g=g: point.group(g) for g in point.groups]) / layers,
         "select_us": over([lambda g=g: point.select(g.layers[0][0], g.summary) for g in point.groups]),
@@ -116,6 +119,7 @@ def main() -> None:
     parser.add_argument("--points", nargs="+", default=["1x32768", "1x65536", "1x131072", "8x32768"], metavar="BxS")
     parser.add_argument("--blocks", type=int, nargs="+", default=[64, 8])
     parser.add_argument("--query", default="all", choices=["first", "first_last", "all", "mean"])
+    parser.add_argument("--aggregate", default="max", choices=["max", "mean", "softmax"])
     parser.add_argument("--followers", type=int, default=3)
     parser.add_argument("--share", type=int, default=16, help="one key in so many is selected")
     parser.add_argument("--rows", type=int, default=8)
@@ -131,7 +135,7 @@ def main() -> None:
     for text in args.points:
         batch, slots = (int(part) for part in text.split("x"))
         for size in args.blocks:
-            row = measure(batch, slots, args.rows, size, args.share, args.query, args.followers, args.bandwidth)
+            row = measure(batch, slots, args.rows, size, args.share, (args.query, args.aggregate), args.followers, args.bandwidth)
             rows.append(row)
             values = " ".join(f"{row[name.replace(' ', '_') + '_us']:>9.1f}" for name in names)
             print(f"{batch:>2} {slots:>7} {size:>5} {values}", flush=True)

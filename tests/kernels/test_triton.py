@@ -17,7 +17,10 @@ from spec_compile.kernels.providers import PROVIDERS, AttentionCall
 
 pytest.importorskip("triton")
 
-from spec_compile.kernels.attention_triton import attention_triton
+import triton
+import triton.language as tl
+
+from spec_compile.kernels.attention_triton import _part, attention_triton
 from spec_compile.kernels.linears_triton import linears_triton
 from spec_compile.kernels.live_blocks_triton import live_blocks_triton, why_not
 
@@ -168,6 +171,32 @@ def tiling_of(call: Call, block_size: int) -> tiling.Tiling:
     kv_heads = call.k.shape[1]
     rows *= heads // kv_heads
     return tiling.choose_tiling(call.q.device, call.q.dtype, batch, kv_heads, rows, dim, call.v.shape[3], block_size)
+
+
+@triton.jit
+def _parts_kernel(OUT, tiles, SPLITS: tl.constexpr, LAST: tl.constexpr):
+    split = tl.program_id(0)
+    lo, hi = _part(tiles, split, SPLITS, LAST)
+    tl.store(OUT + 2 * split, lo)
+    tl.store(OUT + 2 * split + 1, hi)
+
+
+@pytest.mark.parametrize("last", [0, 1, 4])
+@pytest.mark.parametrize("splits", [1, 2, 3, 16])
+def test_splits_share_the_tiles(splits: int, last: int) -> None:
+    """Every tile once and in order; the last split, which ends with a masked tile, has the fewest, but that one always."""
+    for tiles in (0, 1, 2, 5, 16, 17, 33, 68, 512):
+        found = torch.full((splits, 2), -1, dtype=torch.int32, device=DEVICE)
+        _parts_kernel[(splits,)](found, tiles, SPLITS=splits, LAST=last)
+        lo, hi = found.cpu().unbind(1)
+        assert torch.equal(lo[1:], hi[:-1]) and lo[0] == 0 and hi[-1] == tiles
+        sizes = hi - lo
+        if splits > 1 and last:
+            assert sizes[:-1].max() - sizes[:-1].min() <= 1
+            assert min(tiles, 1) <= sizes[-1] <= max(1, int(sizes[:-1].max()))
+            assert sizes[-1] == 1 or tiles == 0 or 0 <= int(sizes[:-1].min()) - int(sizes[-1]) - last <= 1
+        else:
+            assert sizes.max() - sizes.min() <= 1
 
 
 @pytest.mark.parametrize("flagged", [True, False])
