@@ -254,6 +254,11 @@ def _reduce_kernel(
     tl.store(o_at, out.to(OUT.dtype.element_ty), mask=dv < DV)
 
 
+def most_tiles(tiles: int, splits: int, last: int) -> int:
+    """Upper bound of what :func:`_part` gives one split."""
+    return triton.cdiv(tiles, max(1, splits - (last > 0)))
+
+
 def _or(x: Tensor | None, stand_in: Tensor) -> Tensor:
     return stand_in if x is None else x
 
@@ -310,7 +315,6 @@ def attention_triton(
     # A bias per head (ALiBi) leaves no block without mask work: then one pipelined loop that loads it beats two loops.
     inline = mask is not None and (full is None or (mask_kind == 2 and mask.shape[1] > 1))
     last = 0 if inline else tiling.last
-    most = triton.cdiv(triton.cdiv(capacity, subs), max(1, splits - (last > 0)))
     base2 = 1.0 if softcap > 0 else LOG2E.value
     pdl = tiling.pdl
     options = {"launch_pdl": True} if pdl else {}
@@ -323,7 +327,7 @@ def attention_triton(
             HEADS=heads, GROUP=group, D=dim, DV=v_dim,
             BD=max(16, triton.next_power_of_2(dim)), BDV=max(16, triton.next_power_of_2(v_dim)),
             M=tiling.rows, TILES=tiles, BLOCK=block_size, SUBS=subs, SPLITS=splits, LAST=last,
-            SCAN=triton.next_power_of_2(most + 1),
+            SCAN=triton.next_power_of_2(most_tiles(triton.cdiv(capacity, subs), splits, last) + 1),
             MASK_KIND=mask_kind, HIDDEN=hidden_threshold(mask.dtype) if mask is not None and mask_kind == 2 else 0.0,
             LISTED=ids is not None, FLAGGED=full is not None, INLINE=inline,
             HAS_CAP=softcap > 0, HAS_SINKS=sinks is not None, PRECISION="ieee" if q.dtype == torch.float32 else None,

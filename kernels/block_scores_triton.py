@@ -219,7 +219,7 @@ def why_not(q: Tensor, summary: Tensor, query: str, aggregate: str) -> str | Non
 
 
 def _shared_bytes(q: Tensor, tall: int, query: str, aggregate: str, stages: int) -> int:
-    """Measured on compiled kernels: tiles of both bounds, and the queries (in two parts when tall or kept)."""
+    """An upper bound, checked on compiled kernels: tiles of both bounds, and the queries (in two parts when tall or kept)."""
     itemsize = 4 if query == "mean" else q.dtype.itemsize
     keys = 2 * _TILE * stages + (2 if tall > 32 or aggregate == "softmax" else 1) * tall
     return keys * max(16, 1 << (q.shape[3] - 1).bit_length()) * itemsize
@@ -244,7 +244,7 @@ def score_blocks(
     ordered: bool,
     options: dict[str, Any],
 ) -> None:
-    """Launch the score kernel.
+    """Launch the score kernel, after the sums of its rows for ``softmax``.
 
     Args:
         q, summary, block_size, scale, query, aggregate, share: as for :func:`spec_compile.kernels.library.select_blocks`.

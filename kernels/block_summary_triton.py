@@ -122,7 +122,7 @@ def block_summary_triton(
     pdl = device_of(k.device).capability >= 90
     with torch.cuda.device_of(k):
         for decide in (True, False):
-            programs = 1 if decide else max(1, _PROGRAMS // (batch * heads * len(keys))) if k.is_cuda else 2
+            programs = 1 if decide else max(1, _PROGRAMS // max(1, batch * heads * len(keys))) if k.is_cuda else 2
             _summary_kernel[(programs, batch * heads, len(keys))](
                 *operands, D=dim, BD=max(16, triton.next_power_of_2(dim)), BLOCK=block_size,
                 BOUNDS=representative == "min_max", TYPE=_TYPES[k.dtype], PROGRAMS=programs, DECIDE=decide,

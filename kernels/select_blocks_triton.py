@@ -1,9 +1,9 @@
-"""``select_blocks`` in Triton: one launch scores the blocks (``block_scores_triton``), this one runs the contest. No host reads.
+"""``select_blocks`` in Triton: ``block_scores_triton`` scores the blocks, one launch here runs the contest. No host reads.
 
 The contest is an exact search for the budget's last score among order-preserving bits: every step counts the keys above two
 probes, so that some 20 steps leave one value at the latest, whose ties go to the lowest places. Equal inputs give equal lists.
 A KV head's programs hold its keys in registers: each searches all of them, and lists its part of the winners. Where all heads
-compete, or a cache has very many blocks, one program reads them in every step. Where a step keeps every block, both launches
+compete, or a cache has very many blocks, one program reads them in every step. Where a step keeps every block, all launches
 return at once.
 """
 
@@ -18,8 +18,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from spec_compile.kernels.block_scores_triton import batch_step, contest_budget, ordered_bits, score_blocks
 from spec_compile.kernels.tiling import device_of
 
-# Blocks whose keys one program holds in registers, those of one step where it does not, and the fewest that one lists.
-_MOST_IN_REGISTERS, _CHUNK, _PART = 16_384, 4096, 512
+# Blocks whose keys one program holds in registers, and those of one step where it does not.
+_MOST_IN_REGISTERS, _CHUNK = 16_384, 4096
+# Places that one program lists: listing takes 8 bytes of shared memory each.
+_PART, _MOST_IN_PART = 512, 2048
 
 
 @triton.jit
@@ -335,6 +337,10 @@ def _streamed_contest_kernel(
         _fill(OUT_IDS + out, OUT_FULL + out, count, blocks, CHUNK)
 
 
+def contest_warps(chunk: int) -> int:
+    return 4 if chunk < 1024 else 8 if chunk < 8192 else 16
+
+
 def select_blocks_triton(
     q: Tensor,
     summary: Tensor | None,
@@ -367,10 +373,13 @@ def select_blocks_triton(
     out_ids = ids.new_empty(batch, kv_heads, blocks)
     out_count = count.new_empty(batch, kv_heads)
     out_full = full.new_empty(batch, kv_heads, blocks)
+    if out_ids.numel() == 0:
+        return out_ids, out_count.zero_(), out_full
     rule = (sink, recent, tokens, floor)
     scored, pooled = scores is None, heads == "pooled"
-    # Ordered scores.
-    keys = ids.new_empty(batch, kv_heads, blocks).view(torch.uint32)
+    streamed = joint or blocks > _MOST_IN_REGISTERS
+    # Ordered scores, where they are not computed in registers.
+    keys = (ids.new_empty(batch, kv_heads, blocks) if streamed or (scored and not pooled) else out_ids).view(torch.uint32)
     pdl = device_of(q.device).capability >= 90
     options = {"launch_pdl": True} if pdl else {}
     with torch.cuda.device_of(q):
@@ -383,7 +392,7 @@ def select_blocks_triton(
             scores.contiguous(), ids, count, full, position, gate, keys, out_ids, out_count, out_full,
             batch_step(ids), batch_step(count), batch_step(full), batch_step(position), blocks, *rule,
         )  # fmt: skip
-        if joint or blocks > _MOST_IN_REGISTERS:
+        if streamed:
             _streamed_contest_kernel[(1 if joint else kv_heads, batch)](
                 *operands, HEADS=kv_heads, JOINT=joint, POOLED=pooled, CHUNK=_CHUNK,
                 GROUPS=triton.next_power_of_2(triton.cdiv(blocks, 128)), BLOCK=block_size, SHARE=share, SCORED=scored, PDL=pdl,
@@ -392,10 +401,10 @@ def select_blocks_triton(
         else:
             chunk = max(256, triton.next_power_of_2(blocks))
             # As many programs as processors: searching again costs no time on an idle one.
-            parts = min(chunk // _PART, device_of(q.device).processors // (kv_heads * batch))
-            part = chunk if parts < 2 else triton.next_power_of_2(triton.cdiv(chunk, parts))
+            parts = max(1, min(chunk // _PART, device_of(q.device).processors // (kv_heads * batch)))
+            part = min(_MOST_IN_PART, triton.next_power_of_2(triton.cdiv(chunk, parts)))
             _contest_kernel[(kv_heads, batch, chunk // part)](
                 *operands, HEADS=kv_heads, POOLED=pooled, CHUNK=chunk, PART=part, BLOCK=block_size, SHARE=share,
-                SCORED=scored, PDL=pdl, num_warps=4 if chunk < 1024 else 8 if chunk < 8192 else 16, **options,
+                SCORED=scored, PDL=pdl, num_warps=contest_warps(chunk), **options,
             )  # fmt: skip
     return out_ids, out_count, out_full

@@ -54,8 +54,7 @@ def load_model(path: Path, dtype: torch.dtype = torch.float32, attention: str = 
     folder, extra = _source(path)
     try:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention, **extra)
-        # With the config in hand a GGUF file is parsed once less, which takes seconds.
-        tokenizer = AutoTokenizer.from_pretrained(folder, config=model.config, **extra)
+        tokenizer = AutoTokenizer.from_pretrained(folder, **extra)
     except Exception as error:
         raise OptionsError(f"cannot load {path}: {error}") from error
     return model.eval(), tokenizer

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
@@ -137,7 +138,10 @@ def selection() -> None:
             "SUMS": "fp32",
         }  # fmt: skip
         if aggregate == "softmax":
-            build(f"row sums {kind} {query}", block_scores_triton._row_sums_kernel, pointers, constants)
+            found = build(f"row sums {kind} {query}", block_scores_triton._row_sums_kernel, pointers, constants, num_stages=3)
+            q = torch.empty(1, 1, 1, 128, dtype=torch.bfloat16)
+            words = ("first", "first_last", "all", "mean")
+            assert found.metadata.shared <= block_scores_triton._shared_bytes(q, 32, words[query], aggregate, 3)
         pointers["SCORES"] = "fp32" if query == 1 else "u32"
         constants.update({"AGGREGATE": aggregate, "ORDERED": query != 1})
         build(f"block scores {kind} {query} {aggregate}", block_scores_triton._score_kernel, pointers, constants)
@@ -149,11 +153,11 @@ def selection() -> None:
     for chunk, scored, pooled in ((256, True, False), (2048, True, False), (2048, False, True), (16_384, False, False),
                                   (16_384, True, False), (16_384, True, True)):  # fmt: skip
         constants = {
-            "HEADS": 8, "POOLED": pooled, "CHUNK": chunk, "PART": min(chunk, max(512, chunk // 16)), "BLOCK": 64,
+            "HEADS": 8, "POOLED": pooled, "CHUNK": chunk, "PART": min(chunk, select_blocks_triton._MOST_IN_PART), "BLOCK": 64,
             "SHARE": 0.3, "SCORED": scored, "PDL": True,
         }  # fmt: skip
         found = build(f"contest of {chunk} scored {scored} pooled {pooled}", select_blocks_triton._contest_kernel, pointers,
-                      constants, aligned, num_warps=min(16, max(4, chunk // 256)))  # fmt: skip
+                      constants, aligned, num_warps=select_blocks_triton.contest_warps(chunk))  # fmt: skip
         assert found.metadata.shared <= 48 << 10
     for joint, scored, pooled in ((False, True, False), (True, True, False), (True, False, False), (True, True, True)):
         constants = {

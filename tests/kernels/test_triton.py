@@ -20,7 +20,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from spec_compile.kernels.attention_triton import _part, attention_triton
+from spec_compile.kernels.attention_triton import _part, attention_triton, most_tiles
 from spec_compile.kernels.linears_triton import linears_triton
 from spec_compile.kernels.live_blocks_triton import live_blocks_triton, why_not
 
@@ -191,6 +191,7 @@ def test_splits_share_the_tiles(splits: int, last: int) -> None:
         lo, hi = found.cpu().unbind(1)
         assert torch.equal(lo[1:], hi[:-1]) and lo[0] == 0 and hi[-1] == tiles
         sizes = hi - lo
+        assert sizes.max() <= most_tiles(tiles, splits, last)
         if splits > 1 and last:
             assert sizes[:-1].max() - sizes[:-1].min() <= 1
             assert min(tiles, 1) <= sizes[-1] <= max(1, int(sizes[:-1].max()))
