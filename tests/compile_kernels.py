@@ -23,6 +23,7 @@ from spec_compile.kernels import (
     linears_triton,
     live_blocks_triton,
     select_blocks_triton,
+    streamed_contest_triton,
     tiling,
 )
 
@@ -164,7 +165,7 @@ def selection() -> None:
             "HEADS": 8, "JOINT": joint, "POOLED": pooled, "CHUNK": 4096, "GROUPS": 16, "BLOCK": 64, "SHARE": 0.3,
             "SCORED": scored, "PDL": True,
         }  # fmt: skip
-        build(f"contest in memory joint {joint} scored {scored} pooled {pooled}", select_blocks_triton._streamed_contest_kernel,
+        build(f"contest in memory joint {joint} scored {scored} pooled {pooled}", streamed_contest_triton.streamed_contest_kernel,
               pointers, constants, aligned, num_warps=16)  # fmt: skip
     types = {"bf16": tl.bfloat16, "fp32": tl.float32}
     for kind in types:
