@@ -49,6 +49,18 @@ def _scores(q, k, scale, softcap, HAS_CAP: tl.constexpr, PRECISION: tl.constexpr
 
 
 @triton.jit
+def _visible(m_at, wanted, MASK_KIND: tl.constexpr, HIDDEN: tl.constexpr):
+    """Which keys rows see, and their bias. Loaded before the product, whose registers it would spill."""
+    if MASK_KIND == 0:
+        return wanted, 0.0
+    elif MASK_KIND == 1:
+        return tl.load(m_at, mask=wanted, other=0) != 0, 0.0
+    else:
+        bias = tl.load(m_at, mask=wanted, other=float("-inf")).to(tl.float32)
+        return bias > HIDDEN, bias
+
+
+@triton.jit
 def _add_bias(s, bias):
     # Rounded one way only: left to choose, the compiler would fuse one product or the other, by the kernel's constants.
     return tl.fma(bias, tl.full(bias.shape, LOG2E, tl.float32), s)
@@ -140,11 +152,7 @@ def _split_kernel(
         if INLINE:
             inside = exist(key, j, end, n, kv_len, BLOCK, SUBS)
             wanted = in_tile[:, None] & inside[None, :] & (plain == 0)
-            if MASK_KIND == 1:
-                keep = tl.load(m_at + key[None, :] * m_s, mask=wanted, other=0) != 0
-            else:
-                bias = tl.load(m_at + key[None, :] * m_s, mask=wanted, other=float("-inf")).to(tl.float32)
-                keep = bias > HIDDEN
+            keep, bias = _visible(m_at + key[None, :] * m_s, wanted, MASK_KIND, HIDDEN)
             k = tl.load(k_at + k_slot * k_s, mask=inside[None, :] & (d < D)[:, None], other=0.0)
             v = tl.load(v_at + v_slot * v_s, mask=inside[:, None] & (dv < DV)[None, :], other=0.0)
             s = _scores(q, k, scale, softcap, HAS_CAP, PRECISION)
@@ -179,14 +187,7 @@ def _split_kernel(
             v_slot = tile_start(block, key, 1, BLOCK, SUBS)
             inside = exist(key, j, end, n, kv_len, BLOCK, SUBS)
             wanted = in_tile[:, None] & inside[None, :]
-            # Before the product, whose registers it would spill.
-            if MASK_KIND == 0:
-                keep = wanted
-            elif MASK_KIND == 1:
-                keep = tl.load(m_at + key[None, :] * m_s, mask=wanted, other=0) != 0
-            else:
-                bias = tl.load(m_at + key[None, :] * m_s, mask=wanted, other=float("-inf")).to(tl.float32)
-                keep = bias > HIDDEN
+            keep, bias = _visible(m_at + key[None, :] * m_s, wanted, MASK_KIND, HIDDEN)
             k = tl.load(k_at + k_slot * k_s, mask=inside[None, :] & (d < D)[:, None], other=0.0)
             v = tl.load(v_at + v_slot * v_s, mask=inside[:, None] & (dv < DV)[None, :], other=0.0)
             s = _scores(q, k, scale, softcap, HAS_CAP, PRECISION)
