@@ -1,6 +1,6 @@
 """The contest of KV blocks for a budget, as both of its Triton kernels run it: an exact search among order-preserving bits.
 
-Every step counts the keys above two probes, so that some 20 steps leave one value at the latest, whose ties go to the lowest
+Every step counts the keys above two probes, so that some 30 steps leave one value at the latest, whose ties go to the lowest
 places. Equal inputs give equal lists.
 """
 
@@ -10,6 +10,9 @@ import triton
 import triton.language as tl
 
 from spec_compile.kernels.block_scores_triton import contest_budget, ordered_bits
+
+# Steps of a search that interpolate before it cuts in thirds.
+_EVEN_STEPS = tl.constexpr(8)
 
 
 @triton.jit
@@ -52,10 +55,21 @@ def first_probes(lo, hi):
 
 
 @triton.jit
-def probes(lo, hi):
-    """Two keys that cut the range between ``lo`` and ``hi`` in three."""
-    third = tl.maximum((hi - lo) // 3, 1)
-    return lo + third, hi - third
+def probes(lo, hi, at_lo, at_hi, budget, step):
+    """Two keys within the range, close to where the budget lies if its keys lie evenly."""
+    width = hi - lo
+    inside = (at_lo - at_hi).to(tl.float32)
+    above = (budget - at_hi).to(tl.float32)
+    # Half a standard deviation of a rank, and 2 % for the curve of the distribution: the fewest steps in simulations.
+    margin = 0.5 * tl.sqrt(tl.maximum(above * (1.0 - above / inside), 0.25)) / inside + 0.02
+    reach = tl.minimum(width.to(tl.float32), 4294967040.0)
+    down = (reach * tl.minimum(above / inside + margin, 1.0)).to(tl.uint32)
+    up = (reach * tl.maximum(above / inside - margin, 0.0)).to(tl.uint32)
+    # Thirds end the search of a distribution that no line resembles.
+    third = width // 3
+    down = tl.where(step < _EVEN_STEPS, down, width - third)
+    up = tl.where(step < _EVEN_STEPS, up, third)
+    return hi - tl.maximum(tl.minimum(down, width - 1), 1), hi - tl.maximum(tl.minimum(up, width - 1), 1)
 
 
 @triton.jit

@@ -114,11 +114,13 @@ def _contest_kernel(
     hi = tl.max(key, 0) + 1
     at_lo = size
     at_hi = 0
+    step = 0
     low, high = first_probes(lo, hi)
     while (at_lo != budget) & (hi - lo > 1) & (budget > 0):
         counts = _counts(key, low, high)
         lo, hi, at_lo, at_hi = narrow(lo, hi, at_lo, at_hi, low, high, counts & 65535, counts >> 16, budget)
-        low, high = probes(lo, hi)
+        step += 1
+        low, high = probes(lo, hi, at_lo, at_hi, budget, step)
     # From the edge on all win, and of those from lo to it, which are ties, the first ones. Keys of 0 lie outside the contest
     # and are kept: less one, they are above all.
     edge = tl.where(at_lo == budget, lo, hi)
@@ -137,7 +139,7 @@ def _contest_kernel(
 
 
 def contest_warps(chunk: int) -> int:
-    return 4 if chunk < 1024 else 8 if chunk < 8192 else 16
+    return 4 if chunk <= 2048 else 8
 
 
 def select_blocks_triton(

@@ -92,6 +92,7 @@ def streamed_contest_kernel(
     tl.debug_barrier()
     at_lo = size
     at_hi = 0
+    step = 0
     low, high = first_probes(lo, hi)
     while (at_lo != budget) & (hi - lo > 1) & (budget > 0):
         at_low = tl.zeros([CHUNK], tl.int32)
@@ -105,7 +106,8 @@ def streamed_contest_kernel(
         lo, hi, at_lo, at_hi = narrow(
             lo, hi, at_lo, at_hi, low, high, tl.sum(at_low, 0), tl.sum(at_high, 0), budget
         )  # fmt: skip
-        low, high = probes(lo, hi)
+        step += 1
+        low, high = probes(lo, hi, at_lo, at_hi, budget, step)
 
     ties = 0
     for head in tl.range(0, heads):

@@ -55,8 +55,9 @@ def _fraction(value: float | None, where: str) -> None:
 class AttentionPlan:
     """Block-sparse attention over the KV cache.
 
-    Small blocks scored by all rows lost least quality at equal bytes (benchmarks/RESULTS.md), blocks of 8 are slow to select on a
-    GPU: hence the defaults. The paper's setting is ``block_size=64, query="first"``.
+    The defaults are the fastest on a GPU: blocks of 64, scored by all rows. ``block_size=16, aggregate="softmax",
+    index_topk_freq=2`` lost least quality at equal bytes, for a slower selection (both in benchmarks/RESULTS.md). The paper's
+    setting is ``block_size=64, query="first"``.
 
     Attributes:
         budget: keys read per KV head: an int counts tokens, at least one block; a float in (0, 1] is a fraction of the live
@@ -81,7 +82,7 @@ class AttentionPlan:
 
     budget: int | float | None = None
     budget_floor: int | None = None
-    block_size: int = 16
+    block_size: int = 64
     sink: int = 1
     recent: int = 2
     min_context: int = 0

@@ -90,6 +90,11 @@ class BlockSummaries:
 _summaries: Any = WeakIdKeyDictionary()
 
 
+def any_summaries() -> bool:
+    """Whether any cache of this process has block summaries."""
+    return bool(_summaries)
+
+
 def _look_up(keys: Sequence[Tensor], members: Sequence[StateInput], valid: StateInput) -> BlockSummaries:
     owned = _summaries.setdefault(keys[0], {})
     signature = (valid.block_size, valid.representative, len(keys), *(id(k) for k in keys))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from spec_compile.errors import CacheError, SpecCompileError
 from spec_compile.logs import logger
-from spec_compile.state import BlockSummaries, SparseSwitch
+from spec_compile.state import BlockSummaries, SparseSwitch, any_summaries
 
 
 class _Registrations:
@@ -103,7 +103,8 @@ class StepGraph:
             found.distrust_if_written()
         self._graph.replay()
         # A replay writes the caches without a word to their version counters, by which summaries of others notice.
-        torch.autograd.graph.increment_version(self._keys)
+        if any_summaries():
+            torch.autograd.graph.increment_version(self._keys)
         for found in self._summaries:
             found.trust()
         counted = getattr(self._cache, "host_length", None)
@@ -147,6 +148,7 @@ class StepGraph:
         torch.ops.aten._foreach_add_.Tensor(self._lengths, self._surplus)
         return logits
 
+    @torch.no_grad()
     def _capture(self, state: tuple[Any, ...]) -> None:
         self._graph = self._logits = None
         self._lengths = [layer.cumulative_length for layer in self._cache.layers]

@@ -91,7 +91,6 @@ class VerifyFunction:
         if self._sink is not None:
             self._sink(report)
 
-    @torch.no_grad()
     def __call__(
         self,
         input_ids: Tensor,
@@ -130,6 +129,12 @@ class VerifyFunction:
             if self._step_graph.fits(held):
                 return self._replay(self._step_graph, input_ids, held)
             self._step_graph.require_slots(held, rows)
+        return self._call(input_ids, position_ids, attention_mask)
+
+    @torch.no_grad()
+    def _call(self, input_ids: Tensor, position_ids: Tensor | None, attention_mask: Any) -> Tensor:
+        """One step by a call of the compiled model; as a decorator of every replay, too, ``no_grad`` would take its time."""
+        rows = input_ids.shape[1]
         if hasattr(self.cache, "require_room"):
             self.cache.require_room(rows)
         position_ids, attention_mask = self._complete(input_ids, position_ids, attention_mask)

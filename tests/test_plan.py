@@ -168,7 +168,7 @@ BAD: list[tuple[Any, str]] = [
     ({"version": "1"}, "plan.version: expected int"),
     ({"attention": {"budget": 0}}, "plan.attention.budget: must be at least 1, got 0"),
     ({"attention": {"budget": -5}}, "plan.attention.budget: must be at least 1"),
-    ({"attention": {"budget": 1}}, "plan.attention.budget: 1 tokens are less than a block of 16; a share is a float (all: 1.0)"),
+    ({"attention": {"budget": 1}}, "plan.attention.budget: 1 tokens are less than a block of 64; a share is a float (all: 1.0)"),
     ({"attention": {"budget": 127, "block_size": 128}}, "plan.attention.budget: 127 tokens are less than a block of 128"),
     ({"attention": {"budget": 0.0}}, "plan.attention.budget: a fraction must lie in (0, 1], got 0.0"),
     ({"attention": {"budget": 1.5}}, "plan.attention.budget: a fraction must lie in (0, 1], got 1.5"),
