@@ -11,9 +11,6 @@ import triton.language as tl
 
 from spec_compile.kernels.block_scores_triton import contest_budget, ordered_bits
 
-# Steps of a search that interpolate before it cuts in thirds.
-_EVEN_STEPS = tl.constexpr(8)
-
 
 @triton.jit
 def _score(key):
@@ -55,20 +52,20 @@ def first_probes(lo, hi):
 
 
 @triton.jit
-def probes(lo, hi, at_lo, at_hi, budget, step):
-    """Two keys within the range, close to where the budget lies if its keys lie evenly."""
+def probes(lo, hi, at_lo, at_hi, budget, step, EVEN_STEPS: tl.constexpr):
+    """Two keys within the range: in the first steps close to where the budget lies if its keys lie evenly, then its thirds."""
     width = hi - lo
-    inside = (at_lo - at_hi).to(tl.float32)
-    above = (budget - at_hi).to(tl.float32)
-    # Half a standard deviation of a rank, and 2 % for the curve of the distribution: the fewest steps in simulations.
-    margin = 0.5 * tl.sqrt(tl.maximum(above * (1.0 - above / inside), 0.25)) / inside + 0.02
-    reach = tl.minimum(width.to(tl.float32), 4294967040.0)
-    down = (reach * tl.minimum(above / inside + margin, 1.0)).to(tl.uint32)
-    up = (reach * tl.maximum(above / inside - margin, 0.0)).to(tl.uint32)
+    down = width - width // 3
+    up = width // 3
     # Thirds end the search of a distribution that no line resembles.
-    third = width // 3
-    down = tl.where(step < _EVEN_STEPS, down, width - third)
-    up = tl.where(step < _EVEN_STEPS, up, third)
+    if step < EVEN_STEPS:
+        share = 1.0 / (at_lo - at_hi).to(tl.float32)
+        above = (budget - at_hi).to(tl.float32) * share
+        # Half a standard deviation of a rank, and 2 % for the curve of the distribution: the fewest steps in simulations.
+        margin = 0.5 * tl.sqrt(tl.maximum(above * (1.0 - above) * share, 0.25 * share * share)) + 0.02
+        reach = tl.minimum(width.to(tl.float32), 4294967040.0)
+        down = (reach * tl.minimum(above + margin, 1.0)).to(tl.uint32)
+        up = (reach * tl.maximum(above - margin, 0.0)).to(tl.uint32)
     return hi - tl.maximum(tl.minimum(down, width - 1), 1), hi - tl.maximum(tl.minimum(up, width - 1), 1)
 
 

@@ -107,7 +107,7 @@ def streamed_contest_kernel(
             lo, hi, at_lo, at_hi, low, high, tl.sum(at_low, 0), tl.sum(at_high, 0), budget
         )  # fmt: skip
         step += 1
-        low, high = probes(lo, hi, at_lo, at_hi, budget, step)
+        low, high = probes(lo, hi, at_lo, at_hi, budget, step, 8)
 
     ties = 0
     for head in tl.range(0, heads):

@@ -185,6 +185,24 @@ def test_several_caches_and_streams() -> None:
             assert (expected - found).abs().max() <= 1e-5 * max(1.0, expected.abs().max().item())
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("plan", [None, sc.SparsityPlan(sc.AttentionPlan(budget=4096, block_size=16))])
+def test_captured_steps_on_the_second_device(plan: sc.SparsityPlan | None) -> None:
+    model = zoo.build("llama", "sdpa").to("cuda:1")
+    a, b = (sc.VerifyCache(model, max_len=400) for _ in range(2))
+    verify = sc.compile_verify(model, b, draft_len=8, cudagraphs=True, strict=True, plan=plan)
+    assert torch.cuda.current_device() == 0
+    for step in range(12):
+        tokens = ids((9, 9, 4, 1)[step % 4]).to("cuda:1")
+        expected = eager_step(model, a, tokens)
+        # A step of a device that is not the current one.
+        found = verify(tokens)
+        assert found.device == expected.device == torch.device("cuda:1")
+        assert (expected - found).abs().max() <= 1e-5 * max(1.0, expected.abs().max().item())
+        for cache in (a, b):
+            cache.crop(-(step % 2))
+
+
 @pytest.mark.parametrize("door", ["verify", "torch.compile"])
 def test_no_step_copies_the_cache(door: str) -> None:
     model = zoo.build("llama", "sdpa").cuda()
