@@ -82,16 +82,11 @@ def _contest_kernel(
     else:
         # All that is needed is loaded at once. Entries that are not used, -1, are above every limit.
         listed = tl.load(ids + place, mask=place < blocks, other=-1)
-        key = contest_keys(scores, blocks, place, place < blocks, HEADS, POOLED)
-        mine = contest_keys(scores, blocks, own, own < blocks, HEADS, POOLED)
         limit = position.to(tl.int32) // BLOCK
         below = between(listed, 0, limit)
-        counts = tl.sum(tl.where(below, 1, 0) + tl.where(below & (listed != place), 65536, 0), 0)
-        committed = counts & 65535
-        if counts >> 16 != 0:
-            # The list has gaps: scores do not lie where their blocks are listed.
-            key = contest_keys(scores, blocks, listed, below, HEADS, POOLED)
-            mine = contest_keys(scores, blocks, block, between(block, 0, limit), HEADS, POOLED)
+        key = contest_keys(scores, blocks, listed, below, HEADS, POOLED)
+        mine = contest_keys(scores, blocks, block, between(block, 0, limit), HEADS, POOLED)
+        committed = tl.sum(below.to(tl.int32), 0)
         end, budget = contest_bounds(committed, live, gate, sink, recent, tokens, floor, BLOCK, SHARE)
         key = tl.where(between(place, sink, end), key, 0)
         mine = tl.where(between(own, sink, end), mine, 0)
