@@ -1,0 +1,123 @@
+"""Mixture of experts at verify's row counts: the meaning of its two operators, and which code computes them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import gelu, linear, relu, silu, softmax
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "swiglu_oai")
+SCORES = ("softmax", "sigmoid")
+ORDERS = ("score_first", "topk_first")
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What sums are kept in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def gated(gate_up: Tensor, activation: str, interleaved: bool, limit: float, alpha: float) -> Tensor:
+    """``[..., 2I]`` of the first product to ``[..., I]``, the input of the second."""
+    if interleaved:
+        gate, up = gate_up[..., 0::2], gate_up[..., 1::2]
+    else:
+        gate, up = gate_up.chunk(2, -1)
+    if activation == "swiglu_oai":
+        gate = gate.clamp(max=limit)
+        return (up.clamp(-limit, limit) + 1) * gate * torch.sigmoid(alpha * gate)
+    if activation == "silu":
+        return silu(gate) * up
+    if activation == "relu":
+        return relu(gate) * up
+    return gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none") * up
+
+
+def _expert(
+    x: Tensor, e: int, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None, down_bias: Tensor | None,
+    activation: str, interleaved: bool, transposed: bool, limit: float, alpha: float,
+) -> Tensor:  # fmt: skip
+    """One expert on some rows, in x's dtype."""
+
+    def weight(of: Tensor) -> Tensor:
+        return (of[e].T if transposed else of[e]).to(x.dtype)
+
+    def bias(of: Tensor | None) -> Tensor | None:
+        return None if of is None else of[e].to(x.dtype)
+
+    inner = gated(linear(x, weight(gate_up), bias(gate_up_bias)), activation, interleaved, limit, alpha)
+    return linear(inner, weight(down), bias(down_bias))
+
+
+def _weighted_sum(pairs: Tensor, choice: Tensor, weight: Tensor, experts: int, dtype: torch.dtype) -> Tensor:
+    """``pairs`` ``[N, K, H]`` summed over K in order; entries of ``choice`` that name no expert add nothing."""
+    wide = wide_dtype(dtype)
+    routed = ((choice >= 0) & (choice < experts)).unsqueeze(-1)
+    out = torch.zeros(pairs.shape[0], pairs.shape[2], dtype=wide, device=pairs.device)
+    for k in range(pairs.shape[1]):
+        out += torch.where(routed[:, k], pairs[:, k].to(wide) * weight[:, k, None].to(wide), 0)
+    return out.to(dtype)
+
+
+def moe_experts_reference(
+    x: Tensor, choice: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None,
+    down_bias: Tensor | None, activation: str, interleaved: bool, transposed: bool, limit: float = 0.0, alpha: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """See :func:`spec_compile.kernels.library.moe_experts`. Never looks at data on the host: may be captured.
+
+    Computes every expert for all rows and keeps what was chosen, so that no more memory is needed than for one expert.
+    """
+    rows = x.to(wide_dtype(x.dtype))
+    pairs = rows.new_zeros(*choice.shape, down.shape[2] if transposed else down.shape[1])
+    for e in range(gate_up.shape[0]):
+        found = _expert(rows, e, gate_up, down, gate_up_bias, down_bias, activation, interleaved, transposed, limit, alpha)
+        pairs = torch.where((choice == e).unsqueeze(-1), found.unsqueeze(1), pairs)
+    return _weighted_sum(pairs, choice, weight, gate_up.shape[0], x.dtype)
+
+
+def _best(score: Tensor, count: int) -> Tensor:
+    """Places of the ``count`` largest in descending order, ties going to the lowest place; NaN is above all, as in topk."""
+    return score.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+
+
+def moe_route_reference(
+    logits: Tensor, bias: Tensor | None, score: str, k: int, renormalise: bool, epsilon: float, scale: float, groups: int,
+    kept_groups: int, order: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """See :func:`spec_compile.kernels.library.moe_route`."""
+
+    def scored(x: Tensor) -> Tensor:
+        return softmax(x, -1) if score == "softmax" else torch.sigmoid(x)
+
+    logits = logits.to(wide_dtype(logits.dtype))
+    value = scored(logits) if order == "score_first" else logits
+    contest = value if bias is None else value + bias.to(value.dtype)
+    if groups > 1:
+        grouped = contest.unflatten(-1, (groups, -1))
+        sums = grouped.gather(-1, _best(grouped, 2)).sum(-1)
+        kept = torch.zeros_like(sums, dtype=torch.bool).scatter_(-1, _best(sums, kept_groups), True)
+        contest = grouped.masked_fill(~kept.unsqueeze(-1), -torch.inf).flatten(-2)
+    choice = _best(contest, k)
+    weight = value.gather(-1, choice)
+    if order == "topk_first":
+        weight = scored(weight)
+    if renormalise:
+        weight = weight / (weight.sum(-1, keepdim=True) + epsilon)
+    return choice.contiguous(), weight * scale
+
+
+def moe_experts(
+    x: Tensor, choice: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None,
+    down_bias: Tensor | None, activation: str, interleaved: bool, transposed: bool, limit: float = 0.0, alpha: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """See :func:`spec_compile.kernels.library.moe_experts`."""
+    return moe_experts_reference(
+        x, choice, weight, gate_up, down, gate_up_bias, down_bias, activation, interleaved, transposed, limit, alpha
+    )
+
+
+def moe_route(
+    logits: Tensor, bias: Tensor | None, score: str, k: int, renormalise: bool, epsilon: float, scale: float, groups: int,
+    kept_groups: int, order: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """See :func:`spec_compile.kernels.library.moe_route`."""
+    return moe_route_reference(logits, bias, score, k, renormalise, epsilon, scale, groups, kept_groups, order)
