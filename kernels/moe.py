@@ -74,6 +74,26 @@ def moe_experts_reference(
     return _weighted_sum(pairs, choice, weight, gate_up.shape[0], x.dtype)
 
 
+def moe_experts_grouped(
+    x: Tensor, choice: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None,
+    down_bias: Tensor | None, activation: str, interleaved: bool, transposed: bool, limit: float = 0.0, alpha: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """See :func:`spec_compile.kernels.library.moe_experts`; for CPU: reads data on the host.
+
+    One pass over the experts that rows chose, each weight being read once and none copied. Products are rounded to x's dtype.
+    """
+    order = choice.flatten().argsort(stable=True)
+    ids, counts = choice.flatten()[order].unique_consecutive(return_counts=True)
+    pairs = x.new_empty(choice.numel(), x.shape[1])
+    for e, places in zip(ids.tolist(), order.split(counts.tolist())):
+        if 0 <= e < gate_up.shape[0]:
+            rows = x[places // choice.shape[1]]
+            pairs[places] = _expert(
+                rows, e, gate_up, down, gate_up_bias, down_bias, activation, interleaved, transposed, limit, alpha
+            )
+    return _weighted_sum(pairs.view(*choice.shape, -1), choice, weight, gate_up.shape[0], x.dtype)
+
+
 def _best(score: Tensor, count: int) -> Tensor:
     """Places of the ``count`` largest in descending order, ties going to the lowest place; NaN is above all, as in topk."""
     return score.sort(dim=-1, descending=True, stable=True).indices[..., :count]
@@ -110,9 +130,8 @@ def moe_experts(
     down_bias: Tensor | None, activation: str, interleaved: bool, transposed: bool, limit: float = 0.0, alpha: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """See :func:`spec_compile.kernels.library.moe_experts`."""
-    return moe_experts_reference(
-        x, choice, weight, gate_up, down, gate_up_bias, down_bias, activation, interleaved, transposed, limit, alpha
-    )
+    run = moe_experts_grouped if x.device.type == "cpu" else moe_experts_reference
+    return run(x, choice, weight, gate_up, down, gate_up_bias, down_bias, activation, interleaved, transposed, limit, alpha)
 
 
 def moe_route(
