@@ -91,7 +91,7 @@ def moe_experts_grouped(
             pairs[places] = _expert(
                 rows, e, gate_up, down, gate_up_bias, down_bias, activation, interleaved, transposed, limit, alpha
             )
-    return _weighted_sum(pairs.view(*choice.shape, -1), choice, weight, gate_up.shape[0], x.dtype)
+    return _weighted_sum(pairs.view(*choice.shape, x.shape[1]), choice, weight, gate_up.shape[0], x.dtype)
 
 
 def _best(score: Tensor, count: int) -> Tensor:
