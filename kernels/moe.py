@@ -6,9 +6,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, linear, relu, silu, softmax
 
+from spec_compile.kernels import availability
+
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "swiglu_oai")
 SCORES = ("softmax", "sigmoid")
 ORDERS = ("score_first", "topk_first")
+# Bounds of the kernels: rows a call, choices in all and of a row, experts of a router.
+MAX_ROWS, MAX_PAIRS, MAX_CHOICES, MAX_EXPERTS = 64, 1024, 32, 1024
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -125,12 +129,52 @@ def moe_route_reference(
     return choice.contiguous(), weight * scale
 
 
+def _why_no_kernel(x: Tensor) -> str | None:
+    if x.device.type != "cuda":
+        return f"device {x.device.type}"
+    if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return f"dtype {x.dtype}"
+    missing = availability.why_no_triton()
+    if missing is None and availability.capability(x.device) < 80:
+        missing = "compute capability below 8.0 is not tested"
+    return missing
+
+
+def why_no_experts_kernel(
+    x: Tensor, choice: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None
+) -> str | None:
+    """Reason why the kernels cannot compute these experts, or None; looks at (fake) operands, never at data."""
+    given = [t for t in (choice, gate_up, down, gate_up_bias, down_bias) if t is not None]
+    if any(t.device != x.device for t in given):
+        return "operands on several devices"
+    if gate_up.dtype != x.dtype or down.dtype != x.dtype:
+        return f"dtypes {x.dtype}, {gate_up.dtype} and {down.dtype}"
+    if gate_up.stride(2) != 1 or down.stride(2) != 1:
+        return "rows of the weights are not contiguous"
+    if x.shape[0] > MAX_ROWS:
+        return f"{int(x.shape[0])} rows are more than {MAX_ROWS}"
+    if x.shape[0] * choice.shape[1] > MAX_PAIRS:
+        return f"{int(x.shape[0])} rows with {choice.shape[1]} experts each are more than {MAX_PAIRS} pairs"
+    return _why_no_kernel(x)
+
+
+def why_no_route_kernel(logits: Tensor, k: int) -> str | None:
+    """Reason why the kernel cannot choose experts for these logits, or None; looks at (fake) operands, never at data."""
+    if logits.shape[1] > MAX_EXPERTS or k > MAX_CHOICES:
+        return f"{k} of {logits.shape[1]} experts are more than {MAX_CHOICES} of {MAX_EXPERTS}"
+    return _why_no_kernel(logits)
+
+
 def moe_experts(
     x: Tensor, choice: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None,
     down_bias: Tensor | None, activation: str, interleaved: bool, transposed: bool, limit: float = 0.0, alpha: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """See :func:`spec_compile.kernels.library.moe_experts`."""
     run = moe_experts_grouped if x.device.type == "cpu" else moe_experts_reference
+    if why_no_experts_kernel(x, choice, gate_up, down, gate_up_bias, down_bias) is None:
+        from spec_compile.kernels.moe_experts_triton import moe_experts_triton
+
+        run = moe_experts_triton
     return run(x, choice, weight, gate_up, down, gate_up_bias, down_bias, activation, interleaved, transposed, limit, alpha)
 
 
@@ -139,4 +183,9 @@ def moe_route(
     kept_groups: int, order: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See :func:`spec_compile.kernels.library.moe_route`."""
-    return moe_route_reference(logits, bias, score, k, renormalise, epsilon, scale, groups, kept_groups, order)
+    run = moe_route_reference
+    if why_no_route_kernel(logits, k) is None:
+        from spec_compile.kernels.moe_route_triton import moe_route_triton
+
+        run = moe_route_triton
+    return run(logits, bias, score, k, renormalise, epsilon, scale, groups, kept_groups, order)
