@@ -56,9 +56,10 @@ def _weighted_sum(pairs: Tensor, choice: Tensor, weight: Tensor, experts: int, d
     """``pairs`` ``[N, K, H]`` summed over K in order; entries of ``choice`` that name no expert add nothing."""
     wide = wide_dtype(dtype)
     routed = ((choice >= 0) & (choice < experts)).unsqueeze(-1)
+    terms = torch.where(routed, pairs.to(wide) * weight.to(wide).unsqueeze(-1), 0)
     out = torch.zeros(pairs.shape[0], pairs.shape[2], dtype=wide, device=pairs.device)
     for k in range(pairs.shape[1]):
-        out += torch.where(routed[:, k], pairs[:, k].to(wide) * weight[:, k, None].to(wide), 0)
+        out += terms[:, k]
     return out.to(dtype)
 
 
@@ -88,13 +89,16 @@ def moe_experts_grouped(
     """
     order = choice.flatten().argsort(stable=True)
     ids, counts = choice.flatten()[order].unique_consecutive(return_counts=True)
+    rows = x[order // choice.shape[1]].split(counts.tolist())
+    found = [
+        _expert(part, e, gate_up, down, gate_up_bias, down_bias, activation, interleaved, transposed, limit, alpha)
+        if 0 <= e < gate_up.shape[0]
+        else part
+        for e, part in zip(ids.tolist(), rows)
+    ]
     pairs = x.new_empty(choice.numel(), x.shape[1])
-    for e, places in zip(ids.tolist(), order.split(counts.tolist())):
-        if 0 <= e < gate_up.shape[0]:
-            rows = x[places // choice.shape[1]]
-            pairs[places] = _expert(
-                rows, e, gate_up, down, gate_up_bias, down_bias, activation, interleaved, transposed, limit, alpha
-            )
+    if found:
+        pairs[order] = torch.cat(found)
     return _weighted_sum(pairs.view(*choice.shape, x.shape[1]), choice, weight, gate_up.shape[0], x.dtype)
 
 

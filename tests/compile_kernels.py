@@ -225,7 +225,7 @@ def experts() -> None:
         size = 4 if kind == "fp32" else 2
         chosen = moe_tiling._choose(hopper, size, rows, count, k, hidden, inner)
         pairs = rows * k
-        listed = max(32, triton.next_power_of_2(pairs))
+        listed = max(64, triton.next_power_of_2(pairs))
         common = {
             "EXPERTS": count, "PAIRS": listed, "CHUNK": min(listed, 4096 // chosen.rows), "BY_PAIR": pairs < count,
             "M": chosen.rows, "TRANSPOSED": mixed, "HAS_BIAS": mixed, "PRECISION": "ieee" if size == 4 else None, "PDL": True,
