@@ -12,11 +12,11 @@ from torch.fx import GraphModule, Node
 
 from spec_compile import _compat
 from spec_compile.capture import dynamo_to_aten
-from spec_compile.classify import GraphKind, classify
+from spec_compile.classify import EXPERT_LOOP, GraphKind, classify
 from spec_compile.errors import SpecCompileError, StrictError
 from spec_compile.logs import logger
 from spec_compile.options import Options, disabled
-from spec_compile.passes.base import PassContext
+from spec_compile.passes.base import PassContext, Rejection
 from spec_compile.passes.nodes import hint
 from spec_compile.passes.state_inputs import StateInput
 from spec_compile.pipeline import run_passes
@@ -68,6 +68,9 @@ def _compile(
     report.q_len, report.kv_len = hint(kind.q_len) or 0, hint(kind.kv_len) or 0
     report.dynamic = kind.q_len is not None and not isinstance(kind.q_len, int)
     refusal = _why_not(gm, kind, example_inputs)
+    if kind.expert_loop:
+        report.add_moes([Rejection(EXPERT_LOOP, kind.expert_loop)])
+        _complain(EXPERT_LOOP, options)
     if refusal is not None:
         return _pass_through(gm, report, refusal, kind, options)
     _check_recompile_limit(options)
@@ -169,6 +172,9 @@ def _say_what_happened(report: RewriteReport, options: Options) -> None:
         )
     for entry in refused:
         logger.info("%s refused: %s", entry.layer, entry.reason)
+    for moe in report.moes:
+        if moe.status == "refused":
+            logger.info("%s refused: %s", moe.layer, moe.reason)
     if report.rewritten and _sparsity(options) is not None and not report.sparse:
         reasons = "; ".join(dict.fromkeys(entry.role_note for entry in report.rewritten if entry.role_note))
         _complain(f"plan.attention: no layer is sparse: {reasons}", options)
