@@ -21,6 +21,7 @@ from spec_compile.kernels.linears import linears as _linears
 from spec_compile.kernels.moe import ACTIVATIONS, ORDERS, SCORES, wide_dtype
 from spec_compile.kernels.moe import moe_experts as _moe_experts
 from spec_compile.kernels.moe import moe_route as _moe_route
+from spec_compile.kernels.moe_limit import moe_limit as _moe_limit
 from spec_compile.kernels.reference import allocate_output, attention_reference
 from spec_compile.kernels.selection import AGGREGATES, QUERIES, select_blocks_reference
 
@@ -574,3 +575,80 @@ def _(
             lambda: f"moe_route: {kept_groups} of {groups} groups of {experts} experts",
         )
     return logits.new_empty(rows, k, dtype=torch.int64), logits.new_empty(rows, k, dtype=wide_dtype(logits.dtype))
+
+
+@torch.library.custom_op("spec_compile::moe_limit_v1", mutates_args=())
+def moe_limit(
+    choice: Tensor,
+    weight: Tensor,
+    logits: Tensor | None,
+    bias: Tensor | None,
+    gate: Tensor,
+    score: str,
+    experts: int,
+    top_k: int,
+    skip: int,
+    beta: float,
+    ratio: float,
+    expert_budget: int,
+    substitute: bool,
+    renormalise: bool,
+) -> tuple[Tensor, Tensor]:
+    """Take experts away from rows, by rules for each row and then by a budget for all rows together.
+
+    A row's choices are ranked by weight, ties to the first. It keeps its top choice under every rule, and loses each choice that
+
+    1. is not among its ``top_k`` best;
+    2. is among its ``skip`` lowest, if these together hold less than ``beta`` of the row's weight: all of them go or none
+       (arXiv 2512.21911; a median ``beta`` then drops ``skip / 2`` of them on average, about the paper's figures);
+    3. weighs less than ``ratio`` times the top choice;
+    4. names an expert outside the set of the step: the top choices of all rows, filled up to ``expert_budget`` experts with
+       those whose kept weights sum to the most over all rows, ties to the lowest expert. Top choices alone may exceed the
+       budget, nothing else does.
+
+    Rules 1 to 3 look at the choices as given, rule 4 at what these keep. A rule is off where its number is 0. All rows vote:
+    rows that are padding must not be handed in together with a budget.
+
+    Args:
+        choice: int32 or int64 ``[N, K]`` in any order; entries outside 0..E-1 are left as they are and have no part.
+        weight: ``[N, K]``, any floating dtype, not negative. A row with a NaN weight has no vote.
+        logits, bias: ``[N, E]`` and ``[E]`` of the router, to substitute by; otherwise ignored.
+        gate: int64 ``[1]``; 0 gives back all choices.
+        score: ``softmax`` or ``sigmoid``: weights are proportional, in each row, to this of the logits.
+        experts: E.
+        substitute: each choice that rule 4 takes is replaced, the heaviest first, by the best expert of the set that the row
+            does not keep, by logits (score plus bias where there is one, groups aside). It gets the weight that the router
+            would have given it. Choices for which none is left are dropped.
+        renormalise: rows that changed are scaled to the sum they had.
+
+    Returns:
+        choice with -1 for what was dropped, and weight with 0; of a row that nothing was taken from, the bits it had.
+    """
+    return _moe_limit(
+        choice, weight, logits, bias, gate, score, experts, top_k, skip, beta, ratio, expert_budget, substitute, renormalise
+    )
+
+
+@moe_limit.register_fake
+def _(
+    choice: Tensor, weight: Tensor, logits: Tensor | None, bias: Tensor | None, gate: Tensor, score: str, experts: int,
+    top_k: int, skip: int, beta: float, ratio: float, expert_budget: int, substitute: bool, renormalise: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    torch._check(choice.dim() == 2, lambda: f"moe_limit: choice must be [N, K], got {tuple(choice.shape)}")
+    torch._check(choice.dtype in (torch.int32, torch.int64), lambda: f"moe_limit: choice must be integer, got {choice.dtype}")
+    torch._check(choice.shape == weight.shape, lambda: "moe_limit: choice and weight must have one shape")
+    torch._check(weight.dtype.is_floating_point, lambda: f"moe_limit: weight must be floating, got {weight.dtype}")
+    torch._check(gate.numel() == 1, lambda: "moe_limit: gate must be [1]")
+    torch._check(score in SCORES, lambda: f"moe_limit: score must be one of {SCORES}, got {score!r}")
+    torch._check(
+        min(top_k, skip, beta, ratio, expert_budget) >= 0 and experts > 0, lambda: "moe_limit: numbers must not be negative"
+    )
+    if substitute:
+        torch._check(expert_budget > 0, lambda: "moe_limit: substitute needs expert_budget")
+        torch._check(
+            logits is not None and logits.shape == (choice.shape[0], experts),
+            lambda: f"moe_limit: to substitute, logits must be [N, {experts}]",
+        )
+    return torch.empty_like(choice, memory_format=torch.contiguous_format), torch.empty_like(
+        weight, memory_format=torch.contiguous_format
+    )

@@ -23,6 +23,7 @@ from spec_compile.kernels import (
     linears_triton,
     live_blocks_triton,
     moe_experts_triton,
+    moe_limit_triton,
     moe_route_triton,
     moe_tiling,
     select_blocks_triton,
@@ -31,7 +32,7 @@ from spec_compile.kernels import (
 )
 
 TARGET = GPUTarget("cuda", 90, 32)
-FLOATS = ("scale", "softcap", "limit", "alpha", "epsilon")
+FLOATS = ("scale", "softcap", "limit", "alpha", "epsilon", "beta", "ratio")
 
 
 def build(
@@ -269,6 +270,22 @@ def routes() -> None:
               num_warps=1 if wide * size <= 512 else 4)  # fmt: skip
 
 
+def limits() -> None:
+    """Rules that take experts away, at few and at most rows."""
+    for rows, k, experts, budget, substitute, kind in ((9, 8, 128, False, False, "i64"), (1, 2, 8, True, True, "i32"),
+                                                       (9, 8, 128, True, False, "i64"), (16, 8, 256, True, True, "i64"),
+                                                       (64, 16, 256, True, True, "i32")):  # fmt: skip
+        held, wide, all_experts, warps = moe_limit_triton.tile(rows, k, experts, budget)
+        pointers = {"CHOICE": kind, "OUT_CHOICE": kind, "GATE": "i64", "LOGITS": "bf16", "BIAS": "fp32"}
+        pointers.update(dict.fromkeys(["WEIGHT", "OUT_WEIGHT"], "bf16" if kind == "i32" else "fp32"))
+        constants = {
+            "K": k, "EXPERTS": experts, "R": held, "KK": wide, "E": all_experts, "BUDGET": budget, "SUBSTITUTE": substitute,
+            "SOFTMAX": kind == "i64", "HAS_BIAS": kind == "i32", "RENORMALISE": True, "PDL": True,
+        }  # fmt: skip
+        build(f"limit {rows} rows {k} of {experts} budget {budget} substitute {substitute}", moe_limit_triton._limit_kernel,
+              pointers, constants, num_warps=warps)  # fmt: skip
+
+
 if __name__ == "__main__":
     attention()
     attention_in_small_blocks()
@@ -278,3 +295,4 @@ if __name__ == "__main__":
     masses()
     experts()
     routes()
+    limits()
