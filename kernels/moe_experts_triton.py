@@ -259,10 +259,10 @@ def _sum_kernel(
         e = tl.load(CHOICE + pair)
         routed = (e >= 0) & (e < EXPERTS)
         y = tl.zeros([BN], tl.float32)
+        # What was never written is read too: waiting for the choice would take longer.
         for split in tl.static_range(SPLITS):
             at = (split * pairs + pair).to(tl.int64) * hidden + n
             y += tl.load(PARTS + at, mask=n < hidden, other=0.0)
-        # What was never written is read too: waiting for the choice would take longer.
         acc += tl.where(routed, tl.load(WEIGHT + pair).to(tl.float32) * y, 0.0)
     tl.store(OUT + row.to(tl.int64) * hidden + n, acc.to(OUT.dtype.element_ty), mask=n < hidden)
 

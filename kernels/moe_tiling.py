@@ -74,9 +74,9 @@ def _choose(device: Device, itemsize: int, rows: int, experts: int, k: int, hidd
     swap = device.capability // 10 == 9
 
     def product(tiles: float, steps: int) -> Product:
-        # Few tiles need a deep pipeline each; many share a processor.
-        deep = 6 if tiles < 2 * device.processors and steps >= 6 else 4
-        return _fitted(Product(64, 128, 4, deep, swap, 256), tall, itemsize, device)
+        # One tile a processor needs a deep pipeline; short sums need neighbours that work while they start and end.
+        stages = 6 if tiles <= device.processors and steps >= 6 else 3 if steps <= 8 else 4
+        return _fitted(Product(64, 128, 4, stages, swap, 256), tall, itemsize, device)
 
     up = product(distinct * -(-inner // 32), -(-hidden // 128))
     steps = -(-inner // 128)
