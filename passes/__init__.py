@@ -15,6 +15,7 @@ from spec_compile.passes import (
     share_mask_work,
     share_selection,
     sparsify_attention,
+    sparsify_moe,
 )
 
 __all__ = [
@@ -28,4 +29,5 @@ __all__ = [
     "share_mask_work",
     "share_selection",
     "sparsify_attention",
+    "sparsify_moe",
 ]

@@ -77,11 +77,15 @@ class DetectMoe(Pass):
         return report
 
 
+def _on_gpu(x: torch.Tensor) -> bool:
+    return x.device.type == "cuda"
+
+
 def _unless_slow(match: ExpertsMatch, ctx: PassContext) -> ExpertsMatch | Rejection:
     """On a GPU without the kernel the operator would run every expert on every row: leave such layers alone."""
     x, gate_up, down = tensor(match.x), tensor(match.gate_up), tensor(match.down)
     assert x is not None and gate_up is not None and down is not None
-    if x.device.type != "cuda" or ctx.lowering == "reference" or match.form == "marker":
+    if not _on_gpu(x) or ctx.lowering == "reference" or match.form == "marker":
         return match
     with fake_mode(x):
         choice = x.new_empty(x.shape[0], match.top_k, dtype=torch.int64)
@@ -100,7 +104,7 @@ def _why_kept(match: RouteMatch, ctx: PassContext) -> str:
     assert logits is not None
     if ctx.lowering == "reference":
         return ""
-    if logits.device.type == "cpu":
+    if not _on_gpu(logits):
         return "top-k breaks ties in an order of its own on CPU"
     return moe.why_no_route_kernel(logits, match.k) or ""
 

@@ -14,6 +14,8 @@ from spec_compile.passes.nodes import argument, aten, is_call, packet, scalar, s
 
 CASTS = (aten.to, aten._to_copy)
 _CLAMPS = (aten.clamp, aten.clamp_min, aten.clamp_max)
+_PRODUCTS = (aten.einsum, aten.bmm, aten.matmul, aten._grouped_mm, aten.squeeze, aten.add, aten.masked_fill)
+_TWO_PRODUCTS = "gate and up are two products: stack their weights as one parameter [E, 2I, H], gate rows first"
 _PLAIN = {aten.silu: "silu", aten.relu: "relu"}
 
 
@@ -66,7 +68,7 @@ def match_gate(node: Node) -> Gate:
 
 def _joined(node: Node, gate: _Half, up: _Half, activation: str, limit: float, alpha: float, inner: tuple[Node, ...]) -> Gate:
     if gate.source is not up.source:
-        raise Refusal(node, "gate and up are two products: stack their weights as one parameter [E, 2I, H], gate rows first")
+        raise Refusal(node, _TWO_PRODUCTS)
     if (gate.which, up.which) in (("last", "first"), ("odd", "even")):
         raise Refusal(node, "gate and up are swapped: the activation is taken of the second half")
     if (gate.which, up.which) not in (("first", "last"), ("even", "odd")):
@@ -88,6 +90,8 @@ def _plain(left: Any, right: Any) -> _Found | None:
         return None
     inner.append(acted)
     gate, up = _half(acted.args[0], inner), _half(right, inner)
+    if gate is None and up is None and is_call(acted.args[0], *_PRODUCTS) and is_call(right, *_PRODUCTS):
+        raise Refusal(acted, _TWO_PRODUCTS)
     return (activation, 0.0, 0.0, gate, up, tuple(inner)) if gate and up else None
 
 

@@ -153,12 +153,17 @@ class Pairs:
         return self._pairs_of(node, "choices")
 
     def _pairs_of(self, node: Any, what: str) -> Node:
-        """The value ``[..., K]`` of which ``node`` is a view; views keep the order of pairs."""
-        while not (len(shape(node)) > 1 and same(shape(node)[-1], self.top_k)):
+        """The innermost value ``[..., K]`` of which ``node`` is a view; views keep the order of pairs."""
+        found: Any = None
+        while True:
+            found = node if len(shape(node)) > 1 and same(shape(node)[-1], self.top_k) else found
             if not is_call(node, *VIEWS):
-                raise Refusal(node if isinstance(node, Node) else self.start, f"the {what} are not [N, {self.top_k}]")
+                break
             self.view(node)
             node = node.args[0]
+        if found is None:
+            raise Refusal(node if isinstance(node, Node) else self.start, f"the {what} are not [N, {self.top_k}]")
+        node = found
         lead: Any = 1
         for size in shape(node)[:-1]:
             lead = lead * size

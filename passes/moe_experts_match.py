@@ -18,7 +18,7 @@ from spec_compile.passes.expert_gate import CASTS, Gate, Refusal, match_gate, nu
 from spec_compile.passes.expert_pairs import Pairs, sizes_are
 from spec_compile.passes.expert_products import INPUTS, VIEWS, Product, equation, find_products, last_products
 from spec_compile.passes.nodes import argument, aten, is_call, layer_name, packet, same, shape, source_line, tensor
-from spec_compile.passes.regions import why_open, why_stale
+from spec_compile.passes.regions import why_open, why_stale, with_assertions
 
 assert library.moe_experts is not None  # importing it registers the operators
 EXPERTS = torch.ops.spec_compile.moe_experts_v1
@@ -138,7 +138,7 @@ class _Walk:
         return ExpertsMatch(
             down.call, down.form, output, x, choice, weight, gate_up, down.weight, gate_up_bias, down_bias, gate.activation,
             gate.interleaved, down.transposed, gate.limit, gate.alpha, experts, self.pairs.top_k, self.hidden, inner,
-            tuple(self.pairs.region), tuple(self.pairs.views), layer_name(down.call),
+            with_assertions(self.pairs.region), tuple(self.pairs.views), layer_name(down.call),
         )  # fmt: skip
 
     def _only_user(self, node: Node) -> Any:
@@ -211,6 +211,8 @@ class _Walk:
         node: Any = self.down.call
         for _ in range(16):
             user = self._only_user(node)
+            if user.op == "output":
+                break
             if is_call(user, aten.sum, aten.einsum):
                 sizes = shape(node)
                 if len(sizes) != 3 or not isinstance(sizes[1], int) or not isinstance(sizes[2], int):

@@ -19,7 +19,7 @@ from spec_compile.passes.expert_pairs import ROUTE, item, sizes_are
 from spec_compile.passes.expert_products import VIEWS
 from spec_compile.passes.moe_experts_match import ExpertsMatch
 from spec_compile.passes.nodes import argument, aten, is_call, packet, same, shape, tensor
-from spec_compile.passes.regions import why_open, why_stale
+from spec_compile.passes.regions import why_open, why_stale, with_assertions
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,8 @@ class _Walk:
         if found is None or (order == "score_first" and found.dtype != wide):
             raise Refusal(weight, f"scores are computed in {found.dtype if found is not None else None}, not in {wide}")
         return RouteMatch(
-            choice, weight, logits, bias, score, self.top_k, renormalise, epsilon, scale, groups, kept, order, tuple(self.region),
+            choice, weight, logits, bias, score, self.top_k, renormalise, epsilon, scale, groups, kept, order,
+            with_assertions(self.region),
         )  # fmt: skip
 
     def _weights(self, node: Any) -> tuple[Node, bool, float, float, Node]:

@@ -31,6 +31,14 @@ def writes_by_storage(graph: Graph) -> dict[Node, list[Node]]:
     return found
 
 
+def with_assertions(region: Iterable[Node]) -> tuple[Node, ...]:
+    """The region and what only asserts the metadata of its values, as ``torch.export`` has it."""
+    nodes = dict.fromkeys(region)
+    for node in list(nodes):
+        nodes.update(dict.fromkeys(user for user in node.users if is_call(user, aten._assert_tensor_metadata)))
+    return tuple(nodes)
+
+
 def why_open(region: Collection[Node], outputs: Collection[Node]) -> Rejection | None:
     """A value inside that something outside reads, or a write to what the region does not own."""
     for node in region:

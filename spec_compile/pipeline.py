@@ -45,7 +45,7 @@ def run_passes(
     if keep_code or dump:
         report.after = _code(gm)
     report.add_attentions(ctx.attentions, ctx.roles, ctx.sparsity)
-    report.add_moes(ctx.moes)
+    report.add_moes(ctx.moes, ctx.moe_limits)
     return gm
 
 

@@ -16,6 +16,7 @@ from spec_compile.passes.detect_moe import MoeFound
 from spec_compile.passes.nodes import hint, tensor
 from spec_compile.passes.plan_reuse import Role
 from spec_compile.passes.sparsify_attention import PARTS, budget_words
+from spec_compile.passes.sparsify_moe import Limit
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,7 @@ class MoeEntry:
         router: rule of the router, "" where none was proven.
         router_note: why the router stays as it was traced, "" where it was rewritten.
         expert_bytes: bytes of one expert's weights; a step reads as many experts as its rows chose.
+        rule: what a plan takes away in sparse steps, "" where the layer stays exact, for the reason ``rule_note``.
     """
 
     layer: str
@@ -127,11 +129,14 @@ class MoeEntry:
     router: str = ""
     router_note: str = ""
     expert_bytes: int = 0
+    rule: str = ""
+    rule_note: str = ""
 
     @classmethod
-    def of(cls, found: MoeFound | Rejection, ordinal: int) -> MoeEntry:
+    def of(cls, found: MoeFound | Rejection, ordinal: int, limit: Limit | None = None) -> MoeEntry:
+        said = {} if limit is None else {"rule": limit.words(), "rule_note": limit.note}
         if isinstance(found, Rejection):
-            return cls(found.layer or f"moe {ordinal}", "refused", found.reason, found.node, found.source or "")
+            return cls(found.layer or f"moe {ordinal}", "refused", found.reason, found.node, found.source or "", **said)
         experts, route, down = found.experts, found.route, tensor(found.experts.down)
         assert down is not None
         return cls(
@@ -139,7 +144,7 @@ class MoeEntry:
             hidden=experts.hidden, inner=experts.inner, activation=experts.activation,
             router="" if isinstance(route, Rejection) else route.words(),
             router_note=route.reason if isinstance(route, Rejection) else found.kept,
-            expert_bytes=3 * experts.hidden * experts.inner * down.element_size(),
+            expert_bytes=3 * experts.hidden * experts.inner * down.element_size(), **said,
         )  # fmt: skip
 
     def words(self) -> str:
@@ -200,9 +205,13 @@ class RewriteReport:
                 entries[place] = replace(entries[place], follows=entries[role.anchor].layer)
         self.attentions = entries
 
-    def add_moes(self, found: list[Any]) -> None:
-        start = len(self.moes)
-        self.moes += [MoeEntry.of(item, start + place) for place, item in enumerate(found)]
+    @property
+    def limited(self) -> list[MoeEntry]:
+        return [entry for entry in self.moes if entry.rule]
+
+    def add_moes(self, found: list[Any], limits: list[Limit] | None = None) -> None:
+        start, given = len(self.moes), limits or [None] * len(found)
+        self.moes += [MoeEntry.of(item, start + place, limit) for place, (item, limit) in enumerate(zip(found, given))]
 
     def code(self, which: str = "after") -> str:
         """The graph as Python, ``before`` or ``after`` the passes (kept by ``explain`` and under ``dump``)."""
@@ -225,6 +234,7 @@ class RewriteReport:
             "attentions": [asdict(entry) for entry in self.attentions],
             "moes_rewritten": sum(entry.status == "rewritten" for entry in self.moes),
             "moes_refused": sum(entry.status == "refused" for entry in self.moes),
+            "moes_limited": len(self.limited),
             "moes": [asdict(entry) for entry in self.moes],
             "passes": [
                 {
@@ -264,6 +274,9 @@ class RewriteReport:
         for text, entries in groups.items():
             lines.append(f"    {len(entries)} x {text}: {_span([entry.layer for entry in entries])}")
         lines += _refused_lines([entry for entry in self.moes if entry.status == "refused"])
+        if any(entry.rule or entry.rule_note for entry in self.moes):
+            lines.append(f"  in sparse steps {len(self.limited)} of {len(self.moes)} are limited")
+            lines += [f"    {entry.layer}: {entry.rule or f'exact ({entry.rule_note})'}" for entry in self.moes]
         if done:
             held, one = sum(entry.experts * entry.expert_bytes for entry in done), done[0].expert_bytes
             lines.append(
