@@ -120,7 +120,7 @@ def _replace_experts(match: ExpertsMatch, writes: dict[Node, list[Node]], ctx: P
         match.gate_up_bias, match.down_bias, match.activation, match.interleaved, match.transposed, match.limit, match.alpha,
     )  # fmt: skip
     upstream = list(ancestors(match.output, 96))
-    match.output.replace_all_uses_with(result)
+    _take_over(match.output, result, writes)
     _erase(match.region, writes, ctx)
     erase_unused([node for node in upstream if node not in match.region])
     return result
@@ -144,9 +144,18 @@ def _replace_route(match: RouteMatch, writes: dict[Node, list[Node]], ctx: PassC
     assert wanted is not None and found is not None
     if wanted.dtype != found.dtype:
         weight = emit.call(aten.to.dtype, weight, wanted.dtype)
-    match.choice.replace_all_uses_with(choice)
-    match.weight.replace_all_uses_with(weight)
+    _take_over(match.choice, choice, writes)
+    _take_over(match.weight, weight, writes)
     _erase(match.region, writes, ctx)
+
+
+def _take_over(old: Node, new: Node, writes: dict[Node, list[Node]]) -> None:
+    """``new`` is read, and written, where ``old`` was."""
+    found = writes.get(storage(old), [])
+    later = [node for node in found if old < node]
+    if later:
+        writes[storage(old)], writes[storage(new)] = [node for node in found if node <= old], later
+    old.replace_all_uses_with(new)
 
 
 def _erase(region: tuple[Node, ...], writes: dict[Node, list[Node]], ctx: PassContext) -> None:

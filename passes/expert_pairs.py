@@ -76,6 +76,9 @@ class Pairs:
         for user in node.users:
             self._unclamped(user)
 
+    def _is_id_cast(self, node: Any) -> bool:
+        return is_call(node, *CASTS) and getattr(tensor(node), "dtype", None) in (torch.int32, torch.int64)
+
     def _uncast_ids(self, node: Any, chain: list[Node]) -> Any:
         while is_call(node, *CASTS) and getattr(tensor(node), "dtype", None) in _EXACT_IDS:
             chain.append(node)
@@ -118,7 +121,8 @@ class Pairs:
         """The choice, proven to be in range."""
         found = self._choice_of(self.ids)
         node: Any = found
-        while is_call(node, *CASTS, *VIEWS):
+        while is_call(node, *VIEWS) or self._is_id_cast(node):
+            self.view(node)
             node = node.args[0]
         source, routed = item(node, 1), item(node, 0)
         if is_call(source, aten.topk):
@@ -141,7 +145,7 @@ class Pairs:
             node = self._unclamped(node.args[0].args[0])
         while True:
             before = node
-            while is_call(node, *CASTS) and getattr(tensor(node), "dtype", None) in (torch.int32, torch.int64):
+            while self._is_id_cast(node):
                 self.view(node)
                 node = node.args[0]
             if len(shape(node)) < 2 and is_call(node, *VIEWS):

@@ -240,7 +240,8 @@ class _Walk:
         if len(pairs) != 3 or weights != pairs[:2] or out != pairs[0] + pairs[2]:
             raise Refusal(user, "an einsum that is not the weighted sum over choices")
         found = operands[1] if operands[0] is node else operands[0]
-        assert isinstance(found, Node)
+        if not sizes_are(found, [self.pairs.rows, self.pairs.top_k]):
+            raise Refusal(user, "routing weights are broadcast over choices")
         return found
 
     def _cast_back(self, node: Any) -> Node:

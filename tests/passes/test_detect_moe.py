@@ -674,6 +674,53 @@ def test_operands_written_in_between() -> None:
     check_refused(late_ids, layer()[1], "before index_1 reads it")
 
 
+def test_a_write_to_the_output_of_an_earlier_layer() -> None:
+    """The value is the rewritten call's by then; writes to it still count."""
+
+    def behind(x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor) -> Any:
+        first = batched(x, *route_mixtral(logits), Weights(gate_up, down), Parts())
+        first.add_(1)
+        return batched(first, *route_mixtral(logits), Weights(gate_up, down), Parts())
+
+    def within(x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor) -> Any:
+        first = batched(x, *route_mixtral(logits), Weights(gate_up, down), Parts())
+
+        def write(value: Tensor) -> Tensor:
+            first.mul_(2)
+            return value
+
+        return batched(first, *route_mixtral(logits), Weights(gate_up, down), Parts(outer=write))
+
+    assert run(behind, layer()[1]).hits == 2
+    outcome = run(within, layer()[1])
+    assert outcome.hits == 1
+    assert "writes the operand" in outcome.reasons[0]
+
+
+def test_a_write_to_the_weights_of_a_rewritten_router() -> None:
+    def fn(x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor) -> Any:
+        choice, weight = route_mixtral(logits)
+        first = batched(x, choice, weight, Weights(gate_up, down), Parts())
+
+        def write(value: Tensor) -> Tensor:
+            weight.mul_(2)
+            return value
+
+        return batched(first, choice, weight, Weights(gate_up, down), Parts(weigh=lambda v, w: write(v * w)))
+
+    outcome = run(fn, layer()[1])
+    assert (outcome.hits, outcome.count(ROUTE)) == (1, 1)
+    assert "writes the operand" in outcome.reasons[0]
+
+
+def test_broadcast_weights() -> None:
+    def fn(x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor) -> Any:
+        choice, weight = route_mixtral(logits)
+        return gathered(x, choice, weight[:, :1], Weights(gate_up, down), Parts())
+
+    check_refused(fn, layer()[1], "routing weights are broadcast over choices")
+
+
 def test_a_write_into_an_input_is_no_part_of_a_region() -> None:
     def fn(x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor, held: Tensor) -> Any:
         choice, weight = route_mixtral(logits)
