@@ -18,6 +18,10 @@ from spec_compile.kernels.folded import attention_folded as _attention_folded
 from spec_compile.kernels.folded import fold_mask as _fold_mask
 from spec_compile.kernels.gathered import attention_gathered as _attention_gathered
 from spec_compile.kernels.linears import linears as _linears
+from spec_compile.kernels.moe import ACTIVATIONS, ORDERS, SCORES, wide_dtype
+from spec_compile.kernels.moe import moe_experts as _moe_experts
+from spec_compile.kernels.moe import moe_route as _moe_route
+from spec_compile.kernels.moe_limit import moe_limit as _moe_limit
 from spec_compile.kernels.reference import allocate_output, attention_reference
 from spec_compile.kernels.selection import AGGREGATES, QUERIES, select_blocks_reference
 
@@ -455,3 +459,196 @@ def _(
 ) -> Tensor:
     _check_attention(q, k, v, mask, sinks)
     return allocate_output(q, v.shape[3])
+
+
+@torch.library.custom_op("spec_compile::moe_experts_v1", mutates_args=())
+def moe_experts(
+    x: Tensor,
+    choice: Tensor,
+    weight: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    activation: str,
+    interleaved: bool,
+    transposed: bool,
+    limit: float = 0.0,
+    alpha: float = 0.0,
+) -> Tensor:
+    """Experts of a mixture, on the rows that chose them: ``sum_k weight[n, k] * expert(choice[n, k])(x[n])``.
+
+    An expert is ``down(act(gate(x)) * up(x))``. Sums are kept in float32 (float64 for float64), that over ``k`` in order.
+
+    Args:
+        x: ``[N, H]``, floating.
+        choice: int32 or int64 ``[N, K]``; entries outside 0..E-1 add nothing, an expert chosen twice counts twice.
+        weight: ``[N, K]``, any floating dtype.
+        gate_up: ``[E, 2I, H]``, x's dtype, or ``[E, H, 2I]`` where ``transposed``; any strides with a contiguous last dim.
+        down: ``[E, H, I]``, or ``[E, I, H]`` where ``transposed``.
+        gate_up_bias, down_bias: ``[E, 2I]`` and ``[E, H]``, or None.
+        activation: ``silu``, ``gelu``, ``gelu_tanh`` or ``relu`` of the gate, times up; or ``swiglu_oai`` (gpt-oss):
+            ``(u + 1) * g * sigmoid(alpha * g)`` with ``g = min(gate, limit)`` and ``u = clamp(up, -limit, limit)``.
+        interleaved: gate and up rows alternate; otherwise the first I rows are gate's.
+
+    Returns:
+        ``[N, H]`` in x's dtype. Experts that no row chose never reach it, NaN included.
+    """
+    return _moe_experts(
+        x, choice, weight, gate_up, down, gate_up_bias, down_bias, activation, interleaved, transposed, limit, alpha
+    )
+
+
+@moe_experts.register_fake
+def _(
+    x: Tensor, choice: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None,
+    down_bias: Tensor | None, activation: str, interleaved: bool, transposed: bool, limit: float = 0.0, alpha: float = 0.0,
+) -> Tensor:  # fmt: skip
+    torch._check(x.dim() == choice.dim() == weight.dim() == 2, lambda: "moe_experts: x, choice and weight must be 2-D")
+    torch._check(gate_up.dim() == down.dim() == 3, lambda: "moe_experts: gate_up and down must be 3-D")
+    torch._check(choice.dtype in (torch.int32, torch.int64), lambda: f"moe_experts: choice must be integer, got {choice.dtype}")
+    torch._check(choice.shape == weight.shape, lambda: "moe_experts: choice and weight must have one shape")
+    torch._check(choice.shape[0] == x.shape[0], lambda: "moe_experts: choice must have a row for each of x")
+    torch._check(activation in ACTIVATIONS, lambda: f"moe_experts: activation must be one of {ACTIVATIONS}, got {activation!r}")
+    torch._check(
+        x.dtype == gate_up.dtype == down.dtype,
+        lambda: f"moe_experts: dtypes differ: {x.dtype}, {gate_up.dtype}, {down.dtype}",
+    )
+    experts, hidden = gate_up.shape[0], x.shape[1]
+    inner = down.shape[1 if transposed else 2]
+    wanted = (experts, hidden, 2 * inner) if transposed else (experts, 2 * inner, hidden)
+    torch._check(gate_up.shape == wanted, lambda: f"moe_experts: gate_up must be {wanted}, got {tuple(gate_up.shape)}")
+    wanted = (experts, inner, hidden) if transposed else (experts, hidden, inner)
+    torch._check(down.shape == wanted, lambda: f"moe_experts: down must be {wanted}, got {tuple(down.shape)}")
+    fits = all(b is None or b.shape == (experts, size) for b, size in ((gate_up_bias, 2 * inner), (down_bias, hidden)))
+    torch._check(fits, lambda: f"moe_experts: biases must be {(experts, 2 * inner)} and {(experts, hidden)}")
+    return x.new_empty(x.shape[0], hidden)
+
+
+@torch.library.custom_op("spec_compile::moe_route_v1", mutates_args=())
+def moe_route(
+    logits: Tensor,
+    bias: Tensor | None,
+    score: str,
+    k: int,
+    renormalise: bool,
+    epsilon: float,
+    scale: float,
+    groups: int,
+    kept_groups: int,
+    order: str,
+) -> tuple[Tensor, Tensor]:
+    """Which experts each row chooses, and their weights. Computed in float32 (float64 for float64).
+
+    Args:
+        logits: ``[N, E]``, floating.
+        bias: ``[E]``, added for the choice and not for the weights (DeepSeek-V3), or None.
+        score: ``softmax`` or ``sigmoid``.
+        k: experts a row.
+        renormalise: divide weights by their sum plus ``epsilon``.
+        scale: multiplies weights at the end.
+        groups, kept_groups: above 1, experts stand in ``groups`` of equal size, and only the ``kept_groups`` whose two best
+            (biased) scores have the largest sum take part: others count as -inf, as in DeepSeek-V3 (arXiv 2412.19437).
+        order: ``score_first``: the k best of the scores; ``topk_first``: the scores of the k best logits (gpt-oss).
+
+    Returns:
+        choice int64 ``[N, k]`` in descending order of what was compared, ties (among groups too) to the lowest expert, NaN
+        above all, as in ``topk``; weight float32 (float64) ``[N, k]``.
+    """
+    return _moe_route(logits, bias, score, k, renormalise, epsilon, scale, groups, kept_groups, order)
+
+
+@moe_route.register_fake
+def _(
+    logits: Tensor, bias: Tensor | None, score: str, k: int, renormalise: bool, epsilon: float, scale: float, groups: int,
+    kept_groups: int, order: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    torch._check(logits.dim() == 2, lambda: f"moe_route: logits must be [N, E], got {tuple(logits.shape)}")
+    rows, experts = logits.shape
+    torch._check(score in SCORES, lambda: f"moe_route: score must be one of {SCORES}, got {score!r}")
+    torch._check(order in ORDERS, lambda: f"moe_route: order must be one of {ORDERS}, got {order!r}")
+    torch._check(0 < k <= experts, lambda: f"moe_route: k must be 1..{experts}, got {k}")
+    torch._check(bias is None or bias.shape == (experts,), lambda: f"moe_route: bias must be [{experts}]")
+    if groups > 1:
+        torch._check(
+            experts % groups == 0 and experts // groups >= 2 and 0 < kept_groups <= groups,
+            lambda: f"moe_route: {kept_groups} of {groups} groups of {experts} experts",
+        )
+    return logits.new_empty(rows, k, dtype=torch.int64), logits.new_empty(rows, k, dtype=wide_dtype(logits.dtype))
+
+
+@torch.library.custom_op("spec_compile::moe_limit_v1", mutates_args=())
+def moe_limit(
+    choice: Tensor,
+    weight: Tensor,
+    logits: Tensor | None,
+    bias: Tensor | None,
+    gate: Tensor,
+    score: str,
+    experts: int,
+    top_k: int,
+    skip: int,
+    beta: float,
+    ratio: float,
+    expert_budget: int,
+    substitute: bool,
+    renormalise: bool,
+) -> tuple[Tensor, Tensor]:
+    """Take experts away from rows, by rules for each row and then by a budget for all rows together.
+
+    A row's choices are ranked by weight, ties to the first. It keeps its top choice under every rule, and loses each choice that
+
+    1. is not among its ``top_k`` best;
+    2. is among its ``skip`` lowest, if these together hold less than ``beta`` of the row's weight: all of them go or none
+       (arXiv 2512.21911; a median ``beta`` then drops ``skip / 2`` of them on average, about the paper's figures);
+    3. weighs less than ``ratio`` times the top choice;
+    4. names an expert outside the set of the step: the top choices of all rows, filled up to ``expert_budget`` experts with
+       those whose kept weights sum to the most over all rows, ties to the lowest expert. Top choices alone may exceed the
+       budget, nothing else does.
+
+    Rules 1 to 3 look at the choices as given, rule 4 at what these keep. A rule is off where its number is 0. All rows vote:
+    rows that are padding must not be handed in together with a budget.
+
+    Args:
+        choice: int32 or int64 ``[N, K]`` in any order; entries outside 0..E-1 are left as they are and have no part.
+        weight: ``[N, K]``, any floating dtype, not negative. A row with a NaN weight has no vote.
+        logits, bias: ``[N, E]`` and ``[E]`` of the router, to substitute by; otherwise ignored.
+        gate: int64 ``[1]``; 0 gives back all choices.
+        score: ``softmax`` or ``sigmoid``: weights are proportional, in each row, to this of the logits.
+        experts: E.
+        substitute: each choice that rule 4 takes is replaced, the heaviest first, by the best expert of the set that the row
+            does not keep, by logits (score plus bias where there is one, groups aside). It gets the weight that the router
+            would have given it. Choices for which none is left are dropped.
+        renormalise: rows that changed are scaled to the sum they had.
+
+    Returns:
+        choice with -1 for what was dropped, and weight with 0; of a row that nothing was taken from, the bits it had.
+    """
+    return _moe_limit(
+        choice, weight, logits, bias, gate, score, experts, top_k, skip, beta, ratio, expert_budget, substitute, renormalise
+    )
+
+
+@moe_limit.register_fake
+def _(
+    choice: Tensor, weight: Tensor, logits: Tensor | None, bias: Tensor | None, gate: Tensor, score: str, experts: int,
+    top_k: int, skip: int, beta: float, ratio: float, expert_budget: int, substitute: bool, renormalise: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    torch._check(choice.dim() == 2, lambda: f"moe_limit: choice must be [N, K], got {tuple(choice.shape)}")
+    torch._check(choice.dtype in (torch.int32, torch.int64), lambda: f"moe_limit: choice must be integer, got {choice.dtype}")
+    torch._check(choice.shape == weight.shape, lambda: "moe_limit: choice and weight must have one shape")
+    torch._check(weight.dtype.is_floating_point, lambda: f"moe_limit: weight must be floating, got {weight.dtype}")
+    torch._check(gate.numel() == 1, lambda: "moe_limit: gate must be [1]")
+    torch._check(score in SCORES, lambda: f"moe_limit: score must be one of {SCORES}, got {score!r}")
+    torch._check(
+        min(top_k, skip, beta, ratio, expert_budget) >= 0 and experts > 0, lambda: "moe_limit: numbers must not be negative"
+    )
+    if substitute:
+        torch._check(expert_budget > 0, lambda: "moe_limit: substitute needs expert_budget")
+        torch._check(
+            logits is not None and logits.shape == (choice.shape[0], experts),
+            lambda: f"moe_limit: to substitute, logits must be [N, {experts}]",
+        )
+    return torch.empty_like(choice, memory_format=torch.contiguous_format), torch.empty_like(
+        weight, memory_format=torch.contiguous_format
+    )

@@ -8,7 +8,9 @@ differs in exactly these points.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -168,6 +170,20 @@ class VerifyCache(StaticCache):
             layer.cumulative_length.zero_()
 
 
+@contextlib.contextmanager
+def _experts_by_row(model: Any) -> Iterator[None]:
+    """Let experts run on fake tensors: their eager loop reads data, and the grouped product has no fake form but in bfloat16."""
+    if getattr(model.config, "_experts_implementation", None) not in ("eager", "grouped_mm"):
+        yield
+        return
+    before = model.get_experts_implementation()
+    model.set_experts_implementation("batched_mm")
+    try:
+        yield
+    finally:
+        model.set_experts_implementation(before)
+
+
 def _layer_shapes(model: Any, layers: int) -> list[tuple[int, int, int, torch.dtype, torch.device]]:
     """``(kv_heads, k_dim, v_dim, dtype, device)`` of every layer, from a forward of one token on fake tensors.
 
@@ -182,7 +198,12 @@ def _layer_shapes(model: Any, layers: int) -> list[tuple[int, int, int, torch.dt
     device = next(itertools.chain(model.parameters(), model.buffers())).device
     try:
         # forward, not __call__: a model compiled in place must not compile this probe.
-        with torch.compiler.set_stance("force_eager"), FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        with (
+            _experts_by_row(model),
+            torch.compiler.set_stance("force_eager"),
+            FakeTensorMode(allow_non_fake_inputs=True),
+            torch.no_grad(),
+        ):
             for layer in probe_layers:
                 layer.cumulative_length = torch.zeros((), dtype=torch.int64, device=device)
             ids = torch.zeros(1, 1, dtype=torch.int64, device=device)

@@ -1,8 +1,11 @@
-"""Optional exact hooks for transformers models: attention as one marker operator per layer.
+"""Optional exact hooks for transformers models: attention as one marker operator per layer, experts as another.
 
 ``prepare(model)`` switches the model to an attention implementation that emits ``spec_compile::dense_attention`` for
 verify-sized calls, with K and V un-repeated and with softcap, sinks and biases named, so that the detector has nothing to
 infer. Longer calls (prefill) run PyTorch's SDPA. The structural detector does not need this.
+
+Experts become one ``spec_compile::moe_experts`` call per MoE layer for verify-sized calls, and transformers' ``grouped_mm`` for
+longer ones, so that a model whose experts run in an eager loop (which breaks the graph) can be compiled as well.
 
 The result is the model's *eager* semantics: transformers' ``sdpa`` implementation drops Gemma 2's softcap, this one does not.
 """
@@ -15,11 +18,21 @@ import torch
 from torch import Tensor
 
 from spec_compile.errors import OptionsError
-from spec_compile.kernels import library
+from spec_compile.kernels import availability, library
+from spec_compile.kernels.moe import MAX_PAIRS
 from spec_compile.options import MAX_ROWS, disabled
 
 NAME = "spec_compile"
 _PREVIOUS = "_spec_compile_previous_attention"
+_PREVIOUS_EXPERTS = "_spec_compile_previous_experts"
+# Activation modules whose value the experts' operator computes, by module path and class.
+_ACTIVATIONS = {
+    "transformers.activations.SiLUActivation": "silu",
+    "transformers.activations.GELUActivation": "gelu",
+    "transformers.activations.GELUTanh": "gelu_tanh",
+    "torch.nn.modules.activation.SiLU": "silu",
+    "torch.nn.modules.activation.ReLU": "relu",
+}
 
 
 def prepare(model: Any) -> Any:
@@ -53,7 +66,34 @@ def prepare(model: Any) -> Any:
             f"{type(model).__name__} does not accept attention hooks: it does not use transformers' attention interface"
         )
     setattr(model, _PREVIOUS, before)
+    _prepare_experts(model)
     return model
+
+
+def _prepare_experts(model: Any) -> None:
+    """Switch experts that transformers dispatches and that are plain tensors; others stay as they are."""
+    experts = _experts(model)
+    if not experts:
+        return
+    from transformers.integrations.moe import ExpertsInterface
+
+    ExpertsInterface.register(NAME, experts_hook)
+    before = model.get_experts_implementation()
+    if "deepgemm_megamoe" in before.values():  # holds its weights in a layout of its own
+        return
+    on_cuda = any(module.down_proj.is_cuda for module in experts)
+    model.set_experts_implementation("grouped_mm" if on_cuda and availability.why_no_triton() is not None else NAME)
+    setattr(model, _PREVIOUS_EXPERTS, before)
+
+
+def _experts(model: Any) -> list[Any]:
+    """Modules of experts whose implementation can be switched; none if one of them is quantised."""
+    found = [module for module in model.modules() if hasattr(module, "has_gate") and hasattr(module, "is_transposed")]
+    for module in found:
+        down = getattr(module, "down_proj", None)
+        if not isinstance(down, Tensor) or not down.dtype.is_floating_point or down.element_size() < 2:
+            return []
+    return found
 
 
 def restore(model: Any) -> Any:
@@ -68,6 +108,9 @@ def restore(model: Any) -> Any:
         raise OptionsError("this model is not prepared; nothing to restore")
     model.set_attn_implementation(getattr(model, _PREVIOUS))
     delattr(model, _PREVIOUS)
+    if hasattr(model, _PREVIOUS_EXPERTS):
+        model.set_experts_implementation(getattr(model, _PREVIOUS_EXPERTS))
+        delattr(model, _PREVIOUS_EXPERTS)
     return model
 
 
@@ -119,3 +162,39 @@ def attention_hook(
     sinks = None if s_aux is None else s_aux.to(query.dtype)
     out = library.dense_attention(query, key, value, attention_mask, scale, float(softcap or 0.0), sinks)
     return out.transpose(1, 2).contiguous(), None
+
+
+def experts_hook(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """transformers' experts function: x ``[N, H]``, choice and weight ``[N, K]``; returns ``[N, H]``.
+
+    Choices at or above E (experts of other ranks) add nothing, as in transformers' own functions, which give them weight 0.
+    """
+    from transformers.integrations.moe import grouped_mm_experts_forward
+
+    activation = _activation(module)
+    few = hidden_states.shape[0] <= MAX_ROWS and top_k_index.numel() <= MAX_PAIRS
+    if not few or activation is None or module.down_proj.dtype != hidden_states.dtype:
+        return grouped_mm_experts_forward(module, hidden_states, top_k_index, top_k_weights)
+    clamped = activation == "swiglu_oai"
+    limit, alpha = (float(module.limit), float(module.alpha)) if clamped else (0.0, 0.0)
+    biases = (module.gate_up_proj_bias, module.down_proj_bias) if module.has_bias else (None, None)
+    return library.moe_experts(
+        hidden_states, top_k_index, top_k_weights, module.gate_up_proj, module.down_proj, *biases, activation, clamped,
+        module.is_transposed, limit, alpha,
+    )  # fmt: skip
+
+
+def _activation(module: Any) -> str | None:
+    """The operator's name for what the module does between its products, or None."""
+    from transformers.integrations.moe import _default_apply_gate
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+    if not module.has_gate:
+        return None
+    gate = type(module)._apply_gate
+    if gate is GptOssExperts._apply_gate:
+        return "swiglu_oai"
+    if gate is not _default_apply_gate:
+        return None
+    kind = type(module.act_fn)
+    return _ACTIVATIONS.get(f"{kind.__module__}.{kind.__qualname__}")

@@ -8,22 +8,26 @@ from spec_compile.passes import (
     canonicalize,
     check_rewrite,
     detect_attention,
+    detect_moe,
     fuse_linears,
     lower_attention,
     plan_reuse,
     share_mask_work,
     share_selection,
     sparsify_attention,
+    sparsify_moe,
 )
 
 __all__ = [
     "canonicalize",
     "check_rewrite",
     "detect_attention",
+    "detect_moe",
     "fuse_linears",
     "lower_attention",
     "plan_reuse",
     "share_mask_work",
     "share_selection",
     "sparsify_attention",
+    "sparsify_moe",
 ]

@@ -67,7 +67,9 @@ class PassContext:
 
     ``attentions`` (matches and rejections) and ``emitted`` (the calls that replaced the matches) are filled by the detector,
     ``roles`` (one per attention) by the plan stage, ``state`` by passes that add inputs to the graph. ``sparsity`` is the plan
-    for attention, or None for exact.
+    for attention, or None for exact. ``moes`` (what was found of each MoE layer) and ``moe_calls`` are filled by its detector;
+    ``released`` names writes to temporaries that went away with a region which owned them. ``moe_plan`` is the plan for MoE, or
+    None for exact, and ``moe_limits`` what it makes of each of ``moes``.
     """
 
     max_q_len: int = 32
@@ -79,6 +81,11 @@ class PassContext:
     sparsity: Any = None
     roles: list[Any] = field(default_factory=list)
     state: list[Any] = field(default_factory=list)
+    moes: list[Any] = field(default_factory=list)
+    moe_calls: list[Node] = field(default_factory=list)
+    released: set[str] = field(default_factory=set)
+    moe_plan: Any = None
+    moe_limits: list[Any] = field(default_factory=list)
 
 
 class Pass:

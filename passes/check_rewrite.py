@@ -16,13 +16,15 @@ class RewriteDefect(AssertionError):
 
 
 def mutations(gm: GraphModule) -> list[str]:
-    """Targets of all calls that write an argument, in order: a rewrite must keep this list."""
-    return [str(node.target) for node in gm.graph.nodes if mutated_arguments(node) and not node.meta.get("spec_compile")]
+    """Names and targets of all calls that write an argument, in order: a rewrite must keep this list."""
+    return [
+        f"{node.name}: {node.target}" for node in gm.graph.nodes if mutated_arguments(node) and not node.meta.get("spec_compile")
+    ]
 
 
 @register_pass("check_rewrite", Stage.CHECK)
 class CheckRewrite(Pass):
-    """Every value of ours is a plain fake tensor on its operands' device, and every attention found is accounted for."""
+    """Every value of ours is a plain fake tensor on its operands' device, and all that was proven is in the graph."""
 
     def run(self, gm: GraphModule, ctx: PassContext) -> PassReport:
         report = self.report()
@@ -38,4 +40,7 @@ class CheckRewrite(Pass):
             q, v, out = tensor(node.args[0]), tensor(node.args[2]), tensor(node)
             if q is None or v is None or out is None or out.device != v.device or out.dtype != q.dtype:
                 raise RewriteDefect(f"{node.name} has lost its value, dtype or device")
+        lost = [call.name for call in ctx.moe_calls if call not in present or not call.users]
+        if lost:
+            raise RewriteDefect(f"experts that were proven are not in the graph: {', '.join(lost)}")
         return report

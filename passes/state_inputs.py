@@ -18,7 +18,7 @@ class StateInput:
     """One added input.
 
     Attributes:
-        kind: ``gate`` (tokens below which every block is kept), ``summary`` or ``valid``.
+        kind: ``gate`` (tokens below which every block is kept), ``sparse`` (0 in exact steps), ``summary`` or ``valid``.
         caches: positions, among the graph's inputs, of the K caches it belongs to: of all layers that share ``valid``.
         layer: for a summary, which of ``caches``.
         block_size, representative: what is summarized.

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 from spec_compile._version import __version__
 
 if TYPE_CHECKING:
+    from spec_compile.calibrate import moe_calibrate
     from spec_compile.explainer import explain
     from spec_compile.models.cache import VerifyCache
     from spec_compile.models.hooks import prepare, restore
-    from spec_compile.plan import AttentionPlan, AuditPlan, FfnPlan, MoePlan, SparsityPlan
+    from spec_compile.plan import AttentionPlan, AuditPlan, FfnPlan, MoeCalibration, MoePlan, SparsityPlan
     from spec_compile.report import RewriteReport
     from spec_compile.verify import VerifyFunction, compile_verify
 
@@ -23,6 +24,7 @@ _HOME = {
     "AttentionPlan": "spec_compile.plan",
     "AuditPlan": "spec_compile.plan",
     "FfnPlan": "spec_compile.plan",
+    "MoeCalibration": "spec_compile.plan",
     "MoePlan": "spec_compile.plan",
     "SparsityPlan": "spec_compile.plan",
     "RewriteReport": "spec_compile.report",
@@ -30,13 +32,14 @@ _HOME = {
     "VerifyFunction": "spec_compile.verify",
     "compile_verify": "spec_compile.verify",
     "explain": "spec_compile.explainer",
+    "moe_calibrate": "spec_compile.calibrate",
     "prepare": "spec_compile.models.hooks",
     "restore": "spec_compile.models.hooks",
 }
 
 __all__ = [
-    "AttentionPlan", "AuditPlan", "FfnPlan", "MoePlan", "RewriteReport", "SparsityPlan", "VerifyCache",
-    "VerifyFunction", "__version__", "compile_verify", "explain", "prepare", "restore",
+    "AttentionPlan", "AuditPlan", "FfnPlan", "MoeCalibration", "MoePlan", "RewriteReport", "SparsityPlan", "VerifyCache",
+    "VerifyFunction", "__version__", "compile_verify", "explain", "moe_calibrate", "prepare", "restore",
 ]  # fmt: skip
 
 

@@ -12,15 +12,15 @@ from torch.fx import GraphModule, Node
 
 from spec_compile import _compat
 from spec_compile.capture import dynamo_to_aten
-from spec_compile.classify import GraphKind, classify
+from spec_compile.classify import EXPERT_LOOP, GraphKind, classify
 from spec_compile.errors import SpecCompileError, StrictError
 from spec_compile.logs import logger
 from spec_compile.options import Options, disabled
-from spec_compile.passes.base import PassContext
+from spec_compile.passes.base import PassContext, Rejection
 from spec_compile.passes.nodes import hint
 from spec_compile.passes.state_inputs import StateInput
 from spec_compile.pipeline import run_passes
-from spec_compile.plan import AttentionPlan
+from spec_compile.plan import AttentionPlan, SparsityPlan
 from spec_compile.report import RewriteReport, remember
 from spec_compile.state import SparseSwitch, bind_state
 
@@ -68,6 +68,9 @@ def _compile(
     report.q_len, report.kv_len = hint(kind.q_len) or 0, hint(kind.kv_len) or 0
     report.dynamic = kind.q_len is not None and not isinstance(kind.q_len, int)
     refusal = _why_not(gm, kind, example_inputs)
+    if kind.expert_loop:
+        report.add_moes([Rejection(EXPERT_LOOP, kind.expert_loop)])
+        _complain(EXPERT_LOOP, options)
     if refusal is not None:
         return _pass_through(gm, report, refusal, kind, options)
     _check_recompile_limit(options)
@@ -87,9 +90,7 @@ def _compile(
         run = _inductor(rewritten, example_inputs, options, report)
     if not state:
         return run
-    attention = options.plan.attention
-    assert attention is not None
-    return bind_state(run, state, switch or SparseSwitch(attention.min_context))
+    return bind_state(run, state, switch or switch_of(options.plan))
 
 
 def _why_not(gm: GraphModule, kind: GraphKind, example_inputs: list[Any]) -> str | None:
@@ -139,12 +140,14 @@ def _rewrite(
         lowering=options.lowering,
         need_static_cache=options.cudagraphs and _on_cuda(example_inputs),
         sparsity=_sparsity(options),
+        moe_plan=None if options.plan.moe is None or options.plan.moe.exact else options.plan.moe,
     )
     keep_code = options.on_report is not None and getattr(options.on_report, "keep_code", False)
     rewritten = run_passes(captured, ctx, report, options.dump, keep_code)
     report.seconds["passes"] = time.perf_counter() - start
-    if ctx.state:
-        size = sum(math.prod(need.shape) * need.dtype.itemsize for need in ctx.state)
+    summaries = [need for need in ctx.state if need.kind in ("summary", "valid")]
+    if summaries:
+        size = sum(math.prod(need.shape) * need.dtype.itemsize for need in summaries)
         report.notes.append(f"block summaries take {size / 1e6:.1f} MB for each cache")
     return rewritten, ctx.state
 
@@ -152,6 +155,11 @@ def _rewrite(
 def _sparsity(options: Options) -> AttentionPlan | None:
     attention = options.plan.attention
     return None if attention is None or attention.exact else attention
+
+
+def switch_of(plan: SparsityPlan) -> SparseSwitch:
+    """A switch for the steps of a function compiled under ``plan``."""
+    return SparseSwitch(0 if plan.attention is None or plan.attention.exact else plan.attention.min_context)
 
 
 def _on_cuda(example_inputs: list[Any]) -> bool:
@@ -169,9 +177,15 @@ def _say_what_happened(report: RewriteReport, options: Options) -> None:
         )
     for entry in refused:
         logger.info("%s refused: %s", entry.layer, entry.reason)
+    for moe in report.moes:
+        if moe.status == "refused":
+            logger.info("%s refused: %s", moe.layer, moe.reason)
     if report.rewritten and _sparsity(options) is not None and not report.sparse:
         reasons = "; ".join(dict.fromkeys(entry.role_note for entry in report.rewritten if entry.role_note))
         _complain(f"plan.attention: no layer is sparse: {reasons}", options)
+    if options.plan.moe is not None and not options.plan.moe.exact and not report.limited:
+        reasons = "; ".join(dict.fromkeys(entry.rule_note or entry.reason for entry in report.moes))
+        _complain(f"plan.moe: no layer is limited: {reasons or 'no MoE layer was recognised'}", options)
 
 
 def _complain(text: str, options: Options) -> None:

@@ -7,7 +7,7 @@ a later verify through a graph that was passed through.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,12 +16,20 @@ from torch.fx import GraphModule, Node
 from spec_compile.passes.nodes import hint
 
 _SOFTMAX_NAMES = ("softmax", "_safe_softmax", "_softmax")
+_GREATER = ("greater", "gt", "ne", "bool")
+EXPERT_LOOP = (
+    "experts run in a Python loop over those that were hit, which breaks the graph at every MoE layer: call "
+    "spec_compile.prepare(model), or model.set_experts_implementation('grouped_mm')"
+)
 _LINEAR_NAMES = ("linear", "matmul", "bmm", "mm", "addmm", "baddbmm", "einsum")
 
 
 @dataclass(frozen=True)
 class GraphKind:
-    """``verify`` with sizes, or the reason why the graph is passed through; sizes may be symbolic."""
+    """``verify`` with sizes, or the reason why the graph is passed through; sizes may be symbolic.
+
+    ``expert_loop`` names the node at which a loop over experts broke the graph, "" where there is none.
+    """
 
     verify: bool
     reason: str = ""
@@ -29,10 +37,15 @@ class GraphKind:
     kv_len: Any = None
     attentions: int = 0
     has_linear: bool = False
+    expert_loop: str = ""
 
 
 def classify(gm: GraphModule, max_q_len: int) -> GraphKind:
     """Classify a Dynamo graph and install the guard that keeps the classification true."""
+    return replace(_classify(gm, max_q_len), expert_loop=_expert_loop(gm))
+
+
+def _classify(gm: GraphModule, max_q_len: int) -> GraphKind:
     pairs: list[tuple[Any, Any]] = []
     has_linear = flex = False
     for node in gm.graph.nodes:
@@ -61,6 +74,22 @@ def classify(gm: GraphModule, max_q_len: int) -> GraphKind:
         return GraphKind(False, f"prefill: q_len {hint(rows)} is above max_q_len {max_q_len}", rows, keys, len(pairs), has_linear)
     reason = f"no cache behind the rows: q_len {hint(rows)}, kv_len {hint(keys)}"
     return GraphKind(False, reason, rows, keys, len(pairs), has_linear)
+
+
+def _expert_loop(gm: GraphModule) -> str:
+    """Name of a one-hot of choices that leaves the graph as a mask of the experts hit: the graph broke at ``nonzero``."""
+    for node in gm.graph.nodes:
+        if node.op not in ("call_function", "call_method") or _name(node) != "one_hot":
+            continue
+        reached, queue = {node}, [node]
+        while queue:
+            users = [user for user in queue.pop().users if user not in reached]
+            reached.update(users)
+            queue += [user for user in users if user.op != "output" and _name(user) in ("permute", "transpose", "sum", *_GREATER)]
+        hit = any(_name(found) in _GREATER for found in reached if found.op != "output")
+        if hit and any(found.op == "output" for found in reached):
+            return str(node.name)
+    return ""
 
 
 def _fits(rows: Any, keys: Any, max_q_len: int) -> bool:

@@ -19,6 +19,10 @@ class PlanNotYetError(PlanError, NotImplementedError):
     """A valid plan asks for something this version cannot do yet."""
 
 
+class QualityError(SpecCompileError, RuntimeError):
+    """A plan is further from the model than it may be; the message gives what was measured and the limits."""
+
+
 class CacheError(SpecCompileError, ValueError):
     """A KV cache is of the wrong kind, too short, or not initialised as compilation needs it."""
 

@@ -39,11 +39,13 @@ def run_passes(
             _dump(dump, outcome.name, _code(gm), len(report.passes))
     gm.recompile()
     kept = mutations(gm)
+    written = [write for write in written if write.split(":")[0] not in ctx.released]
     if kept != written:
         raise RewriteDefect(f"the rewrite changed the writes to inputs from {written} to {kept}")
     if keep_code or dump:
         report.after = _code(gm)
     report.add_attentions(ctx.attentions, ctx.roles, ctx.sparsity)
+    report.add_moes(ctx.moes, ctx.moe_limits)
     return gm
 
 

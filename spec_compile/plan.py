@@ -176,17 +176,51 @@ class FfnPlan:
 
 
 @dataclass(frozen=True)
-class MoePlan:
-    """Expert skipping.
+class MoeCalibration:
+    """What :func:`spec_compile.moe_calibrate` measured: sparse steps against exact ones over the same held-out text.
 
     Attributes:
-        skip: at most this many of a row's lowest experts may be dropped (the paper's m).
-        betas: per layer, the share of gate mass below which they are dropped (from calibration).
+        tokens: calibrated on. held_out: positions measured.
+        kl: mean KL divergence of the sparse next-token distribution from the exact one, nats.
+        flips: share of positions whose most likely token changed.
+        kept: mean experts a row keeps, of ``chosen``; ``distinct`` experts a step and layer reads, of ``distinct_exact``.
+        baseline_top_k, baseline_kl, baseline_flips: the static rule that keeps about as many, for comparison.
+        forced: whether the plan is past the limits it was given.
+    """
+
+    tokens: int = 0
+    held_out: int = 0
+    kl: float = 0.0
+    flips: float = 0.0
+    kept: float = 0.0
+    chosen: int = 0
+    distinct: float = 0.0
+    distinct_exact: float = 0.0
+    baseline_top_k: int | None = None
+    baseline_kl: float | None = None
+    baseline_flips: float | None = None
+    forced: bool = False
+
+    def __post_init__(self) -> None:
+        _check_types(self, "moe.calibration.")
+
+
+@dataclass(frozen=True)
+class MoePlan:
+    """Expert skipping, in sparse steps. A row never loses its top expert; rules can be combined.
+
+    Attributes:
+        skip: how many of a row's lowest experts may be dropped (the paper's m): together, or none of them.
+        betas: per MoE layer, the share of the row's weight that they must stay below (from :func:`spec_compile.moe_calibrate`;
+            0 keeps a layer exact).
         ratio: drop experts whose weight is below this ratio to the row's top weight.
         top_k: static number of experts kept per row (the baseline).
-        expert_budget: distinct experts over all draft rows.
-        substitute: replace a dropped expert by the row's best one within the budget.
-        renormalize: None follows the model.
+        expert_budget: distinct experts over all draft rows. The rows' top experts come first and are kept even where they alone
+            are more; the others by the sum of their kept weights.
+        substitute: replace an expert that the budget drops by the row's best one within the budget.
+        renormalize: whether weights of a row that lost experts are scaled to the sum they had; None follows the model.
+        include, exclude: MoE layers, counted from 0 among the MoE layers of a graph; ``dense_first`` leading ones stay exact.
+        calibration: how far the plan was measured to be from the model, if it was.
     """
 
     skip: int | None = None
@@ -196,9 +230,15 @@ class MoePlan:
     expert_budget: int | None = None
     substitute: bool = False
     renormalize: bool | None = None
+    include: tuple[int, ...] | None = None
+    exclude: tuple[int, ...] = ()
+    dense_first: int = 0
+    calibration: MoeCalibration | None = None
 
     def __post_init__(self) -> None:
         _check_types(self, "moe.")
+        _layers(self, "moe", "include", "exclude")
+        _check(self.dense_first >= 0, "moe.dense_first", f"must not be negative, got {self.dense_first}")
         for name in ("skip", "top_k", "expert_budget"):
             _positive(getattr(self, name), f"moe.{name}")
         _fraction(self.ratio, "moe.ratio")
@@ -210,7 +250,8 @@ class MoePlan:
 
     @property
     def exact(self) -> bool:
-        return all(getattr(self, n) is None for n in ("skip", "ratio", "top_k", "expert_budget"))
+        """Whether no rule can take an expert away, whatever the model."""
+        return not self.ratio and not any(self.betas or ()) and self.top_k is None and self.expert_budget is None
 
 
 @dataclass(frozen=True)
@@ -259,6 +300,8 @@ class SparsityPlan:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types; sections that are None are left out."""
         raw = dataclasses.asdict(self)
+        if raw["moe"] is not None and raw["moe"]["calibration"] is None:
+            del raw["moe"]["calibration"]
         return {key: value for key, value in raw.items() if value is not None}
 
     @classmethod
@@ -303,17 +346,19 @@ class SparsityPlan:
     def require_supported(self) -> None:
         """
         Raises:
-            PlanNotYetError: the plan approximates FFN or MoE layers; this version approximates attention only.
+            PlanNotYetError: the plan approximates FFN layers; this version approximates attention and MoE layers.
         """
-        sections = [n for n in ("ffn", "moe") if (p := getattr(self, n)) is not None and not p.exact]
-        if sections:
+        if self.ffn is not None and not self.ffn.exact:
             raise PlanNotYetError(
-                f"plan.{sections[0]} asks for sparsity, which this version does not run yet: only plan.attention takes effect. "
-                f"Drop the section{'s' if len(sections) > 1 else ''} {', '.join(sections)}."
+                "plan.ffn asks for sparsity, which this version does not run yet: only plan.attention and plan.moe take effect. "
+                "Drop the section ffn."
             )
 
 
-_SECTIONS = {"attention": AttentionPlan, "ffn": FfnPlan, "moe": MoePlan, "audit": AuditPlan}
+_SECTIONS: dict[Any, dict[str, Any]] = {
+    SparsityPlan: {"attention": AttentionPlan, "ffn": FfnPlan, "moe": MoePlan, "audit": AuditPlan},
+    MoePlan: {"calibration": MoeCalibration},
+}
 
 
 def _read(cls: Any, raw: Any, where: str) -> Any:
@@ -325,8 +370,8 @@ def _read(cls: Any, raw: Any, where: str) -> Any:
         raise PlanError(f"{where}: unknown key {unknown[0]!r}; known keys are {', '.join(fields)}")
     values: dict[str, Any] = {}
     for key, given in raw.items():
-        if cls is SparsityPlan and key in _SECTIONS and isinstance(given, dict):
-            given = _read(_SECTIONS[key], given, f"{where}.{key}")
+        if key in _SECTIONS.get(cls, {}) and isinstance(given, dict):
+            given = _read(_SECTIONS[cls][key], given, f"{where}.{key}")
         values[key] = given
     return cls(**values)
 

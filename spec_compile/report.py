@@ -12,9 +12,11 @@ import torch
 from spec_compile.kernels.selection import budget_in_blocks
 from spec_compile.passes.attention_match import AttentionMatch
 from spec_compile.passes.base import PassReport, Rejection
+from spec_compile.passes.detect_moe import MoeFound
 from spec_compile.passes.nodes import hint, tensor
 from spec_compile.passes.plan_reuse import Role
 from spec_compile.passes.sparsify_attention import PARTS, budget_words
+from spec_compile.passes.sparsify_moe import Limit
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,60 @@ def _sparsity(match: AttentionMatch, role: Role | None, plan: Any, length: int, 
     return {**said, "blocks": kept, "live_blocks": live, "sparse_bytes": round(read)}
 
 
+@dataclass(frozen=True)
+class MoeEntry:
+    """One MoE layer of the graph.
+
+    Attributes:
+        layer, status, reason, node, source: as of :class:`AttentionEntry`.
+        form: how the experts were written: ``batched_mm``, ``grouped_mm``, ``gather``, ``marker`` or ``loop``.
+        experts, top_k, hidden, inner: sizes E, K, H and I.
+        activation: of the experts.
+        router: rule of the router, "" where none was proven.
+        router_note: why the router stays as it was traced, "" where it was rewritten.
+        expert_bytes: bytes of one expert's weights; a step reads as many experts as its rows chose.
+        rule: what a plan takes away in sparse steps, "" where the layer stays exact, for the reason ``rule_note``.
+    """
+
+    layer: str
+    status: str
+    reason: str = ""
+    node: str = ""
+    source: str = ""
+    form: str = ""
+    experts: int = 0
+    top_k: int = 0
+    hidden: int = 0
+    inner: int = 0
+    activation: str = ""
+    router: str = ""
+    router_note: str = ""
+    expert_bytes: int = 0
+    rule: str = ""
+    rule_note: str = ""
+
+    @classmethod
+    def of(cls, found: MoeFound | Rejection, ordinal: int, limit: Limit | None = None) -> MoeEntry:
+        said = {} if limit is None else {"rule": limit.words(), "rule_note": limit.note}
+        if isinstance(found, Rejection):
+            return cls(found.layer or f"moe {ordinal}", "refused", found.reason, found.node, found.source or "", **said)
+        experts, route, down = found.experts, found.route, tensor(found.experts.down)
+        assert down is not None
+        return cls(
+            experts.layer or f"moe {ordinal}", "rewritten", form=experts.form, experts=experts.experts, top_k=experts.top_k,
+            hidden=experts.hidden, inner=experts.inner, activation=experts.activation,
+            router="" if isinstance(route, Rejection) else route.words(),
+            router_note=route.reason if isinstance(route, Rejection) else found.kept,
+            expert_bytes=3 * experts.hidden * experts.inner * down.element_size(), **said,
+        )  # fmt: skip
+
+    def words(self) -> str:
+        """What is common to layers of one kind."""
+        router = self.router or f"top {self.top_k}"
+        kept = f" (router as traced: {self.router_note})" if self.router_note else ""
+        return f"{self.form}, {self.experts} experts of {self.hidden} x {self.inner}, {self.activation}, {router}{kept}"
+
+
 @dataclass
 class RewriteReport:
     """Report on one compiled graph. ``str()`` is a table, :meth:`to_dict` is JSON-ready.
@@ -107,6 +163,7 @@ class RewriteReport:
         reason: why a graph was passed through.
         q_len, kv_len: as seen while tracing; ``dynamic`` tells whether q_len is symbolic.
         attentions: every attention of the graph.
+        moes: every MoE layer of the graph.
         passes: what each pass did.
         inputs, static_inputs: graph inputs, and how many of them keep their address (weights, static caches).
         seconds: ``capture``, ``passes``, ``codegen``.
@@ -119,6 +176,7 @@ class RewriteReport:
     kv_len: int = 0
     dynamic: bool = False
     attentions: list[AttentionEntry] = field(default_factory=list)
+    moes: list[MoeEntry] = field(default_factory=list)
     passes: list[PassReport] = field(default_factory=list)
     inputs: int = 0
     static_inputs: int = 0
@@ -147,6 +205,14 @@ class RewriteReport:
                 entries[place] = replace(entries[place], follows=entries[role.anchor].layer)
         self.attentions = entries
 
+    @property
+    def limited(self) -> list[MoeEntry]:
+        return [entry for entry in self.moes if entry.rule]
+
+    def add_moes(self, found: list[Any], limits: list[Limit] | None = None) -> None:
+        start, given = len(self.moes), limits or [None] * len(found)
+        self.moes += [MoeEntry.of(item, start + place, limit) for place, (item, limit) in enumerate(zip(found, given))]
+
     def code(self, which: str = "after") -> str:
         """The graph as Python, ``before`` or ``after`` the passes (kept by ``explain`` and under ``dump``)."""
         if which not in ("before", "after"):
@@ -166,6 +232,10 @@ class RewriteReport:
             "attentions_sparse": len(self.sparse),
             "sparse_bytes": sum(entry.sparse_bytes for entry in self.attentions) if self.sparse else None,
             "attentions": [asdict(entry) for entry in self.attentions],
+            "moes_rewritten": sum(entry.status == "rewritten" for entry in self.moes),
+            "moes_refused": sum(entry.status == "refused" for entry in self.moes),
+            "moes_limited": len(self.limited),
+            "moes": [asdict(entry) for entry in self.moes],
             "passes": [
                 {
                     "name": p.name, "stage": p.stage.name, "exact": p.exact, "hits": p.hits, "ms": round(p.ms, 3),
@@ -195,6 +265,25 @@ class RewriteReport:
             lines.append(f"    {entry.layer}: {what}{kept}" + (f" ({entry.role_note})" if entry.role_note else ""))
         return lines
 
+    def _moe_lines(self) -> list[str]:
+        done = [entry for entry in self.moes if entry.status == "rewritten"]
+        lines = [f"  MoE rewritten {len(done)} of {len(self.moes)}"]
+        groups: dict[str, list[MoeEntry]] = {}
+        for entry in done:
+            groups.setdefault(entry.words(), []).append(entry)
+        for text, entries in groups.items():
+            lines.append(f"    {len(entries)} x {text}: {_span([entry.layer for entry in entries])}")
+        lines += _refused_lines([entry for entry in self.moes if entry.status == "refused"])
+        if any(entry.rule or entry.rule_note for entry in self.moes):
+            lines.append(f"  in sparse steps {len(self.limited)} of {len(self.moes)} are limited")
+            lines += [f"    {entry.layer}: {entry.rule or f'exact ({entry.rule_note})'}" for entry in self.moes]
+        if done:
+            held, one = sum(entry.experts * entry.expert_bytes for entry in done), done[0].expert_bytes
+            lines.append(
+                f"  expert weights {held / 1e6:.1f} MB, {one / 1e6:.1f} MB an expert; each expert chosen is read once a step"
+            )
+        return lines
+
     def __str__(self) -> str:
         rows = f"{self.q_len} (dynamic)" if self.dynamic else f"{self.q_len}"
         lines = [f"spec_compile  {self.kind}  q_len {rows}  cache {self.kv_len}  torch {torch.__version__}"]
@@ -208,18 +297,14 @@ class RewriteReport:
         if self.attentions:
             lines += ["", f"  attention rewritten {len(self.rewritten)} of {len(self.attentions)}"]
             lines += [f"    {text}" for text in _grouped(self.rewritten)]
-        for reason, entries in _by_reason(self.refused).items():
-            layers = ", ".join(entry.layer for entry in entries[:4]) + (
-                f" and {len(entries) - 4} more" if len(entries) > 4 else ""
-            )
-            lines.append(f"    refused: {layers}")
-            lines += textwrap.wrap(reason, 110, initial_indent="      ", subsequent_indent="      ")
-            lines.append(f"      at {entries[0].node}" + (f", {entries[0].source}" if entries[0].source else ""))
+        lines += _refused_lines(self.refused)
         if self.rewritten:
             held = sum(entry.kv_bytes for entry in self.attentions)
             lines.append(f"  K and V of the whole cache {held / 1e6:.1f} MB; only live blocks of it are read each step")
         if any(entry.role for entry in self.attentions):
             lines += self._sparse_lines()
+        if self.moes:
+            lines += ["", *self._moe_lines()]
         if self.inputs:
             lines.append(f"  inputs {self.inputs}, static {self.static_inputs}")
         if self.seconds:
@@ -237,17 +322,26 @@ def _grouped(entries: list[AttentionEntry]) -> list[str]:
         groups.setdefault(f"{e.anchor}, {e.heads}/{e.kv_heads} heads, D {dims}, {e.cache} cache ({e.write}){extra}", []).append(
             e.layer
         )
-    return [
-        f"{len(layers)} x {text}: {layers[0]}" + (f" .. {layers[-1]}" if len(layers) > 1 else "")
-        for text, layers in groups.items()
-    ]
+    return [f"{len(layers)} x {text}: {_span(layers)}" for text, layers in groups.items()]
 
 
-def _by_reason(entries: list[AttentionEntry]) -> dict[str, list[AttentionEntry]]:
-    groups: dict[str, list[AttentionEntry]] = {}
-    for entry in entries:
+def _span(layers: list[str]) -> str:
+    return layers[0] + (f" .. {layers[-1]}" if len(layers) > 1 else "")
+
+
+def _refused_lines(refused: list[Any]) -> list[str]:
+    """Entries by reason, each reason once."""
+    groups: dict[str, list[Any]] = {}
+    for entry in refused:
         groups.setdefault(entry.reason, []).append(entry)
-    return groups
+    lines = []
+    for reason, entries in groups.items():
+        more = f" and {len(entries) - 4} more" if len(entries) > 4 else ""
+        lines.append(f"    refused: {', '.join(entry.layer for entry in entries[:4])}{more}")
+        lines += textwrap.wrap(reason, 110, initial_indent="      ", subsequent_indent="      ")
+        if entries[0].node:
+            lines.append(f"      at {entries[0].node}" + (f", {entries[0].source}" if entries[0].source else ""))
+    return lines
 
 
 _HISTORY: collections.deque[RewriteReport] = collections.deque(maxlen=256)

@@ -29,29 +29,30 @@ class SparseSwitch:
         min_context: live tokens below which sparse steps, too, read every block.
     """
 
-    def __init__(self, min_context: int) -> None:
+    def __init__(self, min_context: int = 0) -> None:
         self.min_context, self.sparse = min_context, True
         # Those that the step read which is captured last.
         self.summaries: list[BlockSummaries] = []
-        self._gates: dict[torch.device, Tensor] = {}
+        self._held: dict[tuple[str, torch.device], Tensor] = {}
 
     def set(self, sparse: bool) -> None:
         """Takes effect for the calls that follow on each device's current stream; no graph is compiled or captured anew."""
         if sparse != self.sparse:
             self.sparse = sparse
-            for gate in self._gates.values():
-                gate.fill_(self._value)
+            for (kind, _), held in self._held.items():
+                held.fill_(self._value(kind))
 
-    @property
-    def _value(self) -> int:
+    def _value(self, kind: str) -> int:
+        if kind == "sparse":
+            return int(self.sparse)
         return self.min_context if self.sparse else _NEVER
 
-    def gate(self, device: torch.device) -> Tensor:
-        """int64 ``[1]``: contexts of fewer tokens are read whole."""
-        if device not in self._gates:
+    def tensor(self, kind: str, device: torch.device) -> Tensor:
+        """int64 ``[1]``: of kind ``gate``, contexts of fewer tokens are read whole; of kind ``sparse``, 0 in exact steps."""
+        if (kind, device) not in self._held:
             with torch.inference_mode(False):
-                self._gates[device] = torch.full((1,), self._value, dtype=torch.int64, device=device)
-        return self._gates[device]
+                self._held[kind, device] = torch.full((1,), self._value(kind), dtype=torch.int64, device=device)
+        return self._held[kind, device]
 
 
 class BlockSummaries:
@@ -126,8 +127,8 @@ def bind_state(run: Callable[..., Any], inputs: Sequence[StateInput], switch: Sp
         capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         extra = []
         for need in inputs:
-            if need.kind == "gate":
-                extra.append(switch.gate(need.device))
+            if need.kind in ("gate", "sparse"):
+                extra.append(switch.tensor(need.kind, need.device))
             elif need.kind == "valid":
                 extra.append(held[need.caches].valid)
             else:

@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from spec_compile import _compat
-from spec_compile.backend import compile_graph
+from spec_compile.backend import compile_graph, switch_of
 from spec_compile.errors import CacheError, OptionsError, SpecCompileError
 from spec_compile.logs import logger
 from spec_compile.options import Options, disabled
 from spec_compile.report import RewriteReport
-from spec_compile.state import SparseSwitch
 from spec_compile.step_graph import StepGraph, why_not_captured
 
 
@@ -70,8 +69,10 @@ class VerifyFunction:
         self.model, self.cache, self.draft_len = model, cache, draft_len
         self.reports: list[RewriteReport] = []
         self._sink = options.on_report
-        attention = options.plan.attention
-        self._switch = None if attention is None or attention.exact else SparseSwitch(attention.min_context)
+        plan = options.plan
+        self._switch = None if plan.exact else switch_of(plan)
+        attention_sparse = plan.attention is not None and not plan.attention.exact
+        self._rows_vote = attention_sparse or (plan.moe is not None and plan.moe.expert_budget is not None)
         self._step_graph: StepGraph | None = None
         self._capture = options.cudagraphs and not disabled()
         if self._capture and (reason := why_not_captured(model, cache)) is not None:
@@ -118,8 +119,8 @@ class VerifyFunction:
         rows = self._check(input_ids, sparse)
         if self._switch is not None:
             self._switch.set(sparse is not False)
-        # The rows of a padding would score blocks, and count among the recent ones.
-        sparse_and_padded = self._switch is not None and sparse is not False and rows <= self.draft_len
+        # The rows of a padding would score blocks, count among the recent ones, and vote for experts.
+        sparse_and_padded = self._rows_vote and sparse is not False and rows <= self.draft_len
         if self._capture and not sparse_and_padded and position_ids is None and attention_mask is None:
             if self._step_graph is None:
                 self._step_graph = StepGraph(

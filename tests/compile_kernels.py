@@ -22,13 +22,17 @@ from spec_compile.kernels import (
     block_summary_triton,
     linears_triton,
     live_blocks_triton,
+    moe_experts_triton,
+    moe_limit_triton,
+    moe_route_triton,
+    moe_tiling,
     select_blocks_triton,
     streamed_contest_triton,
     tiling,
 )
 
 TARGET = GPUTarget("cuda", 90, 32)
-FLOATS = ("scale", "softcap")
+FLOATS = ("scale", "softcap", "limit", "alpha", "epsilon", "beta", "ratio")
 
 
 def build(
@@ -209,6 +213,79 @@ def masses() -> None:
         build(f"block mass shares of {rows} rows", block_mass_triton._share_kernel, {**pointers, "SINKS": "bf16"}, constants)
 
 
+def experts() -> None:
+    """The table's choices for models in use: weights copied 16 bytes at a time, and 64 of their rows a matrix instruction."""
+    hopper = tiling.Device(90, 132, 227 << 10)
+    strides = ("x_n", "w_e", "w_n", "b_e", "hidden", "inner")
+    for kind, rows, count, k, hidden, inner, activation, mixed, index in (
+        ("bf16", 8, 128, 8, 2048, 768, "silu", False, "i64"), ("bf16", 64, 128, 8, 2048, 768, "silu", False, "i64"),
+        ("bf16", 8, 8, 2, 4096, 14336, "silu", False, "i64"), ("bf16", 1, 8, 2, 4096, 14336, "silu", False, "i32"),
+        ("bf16", 64, 8, 2, 4096, 14336, "gelu_tanh", False, "i64"), ("bf16", 9, 32, 4, 2880, 2880, "swiglu_oai", True, "i64"),
+        ("fp16", 33, 60, 4, 1000, 500, "gelu", False, "i64"), ("fp32", 5, 8, 2, 4096, 1024, "relu", False, "i64"),
+    ):  # fmt: skip
+        size = 4 if kind == "fp32" else 2
+        chosen = moe_tiling._choose(hopper, size, rows, count, k, hidden, inner)
+        pairs = rows * k
+        listed = max(64, triton.next_power_of_2(pairs))
+        common = {
+            "EXPERTS": count, "PAIRS": listed, "CHUNK": min(listed, 4096 // chosen.rows), "BY_PAIR": pairs < count,
+            "M": chosen.rows, "TRANSPOSED": mixed, "HAS_BIAS": mixed, "PRECISION": "ieee" if size == 4 else None, "PDL": True,
+        }  # fmt: skip
+        first = {"K": k, "ACTIVATION": activation, "INTERLEAVED": mixed}
+        second = {"SPLITS": chosen.splits}
+        for name, kernel, product, depth, own in (
+            ("gate and up", moe_experts_triton._gate_up_kernel, chosen.up, hidden, first),
+            ("down", moe_experts_triton._down_kernel, chosen.down, inner, second),
+        ):
+            constants = {
+                **common, **own, "BN": product.width, "BK": product.depth, "EVEN": depth % product.depth == 0,
+                "SWAP": product.swap, "AHEAD": product.ahead if product.ahead <= depth else 0,
+            }  # fmt: skip
+            types = {"X": kind, "INNER": kind, "CHOICE": index, "W": kind, "BIAS": kind, "PARTS": "fp32"}
+            pointers = {name: types[name] for name in kernel.arg_names if name in types}
+            found = build(f"experts {name} {kind} {rows} x {k} of {count}", kernel, pointers, constants,
+                          [name for name in strides if name in kernel.arg_names], num_warps=product.warps,
+                          num_stages=product.stages)  # fmt: skip
+            assert found.metadata.shared <= moe_tiling.shared_bytes(product, chosen.rows, size) + tiling.RESERVE
+            assert set(re.findall(r"cp\.async\.c[ag]\.\S+ .*?, 0x([0-9a-f]+), ", found.asm["ptx"])) == {"10"}
+            assert ("wgmma.mma_async.sync.aligned.m64n" in found.asm["ptx"]) == product.swap
+            assert ("prefetch.global.L2" in found.asm["ptx"]) == (constants["AHEAD"] > 0)
+        constants = {"EXPERTS": count, "K": k, "BN": chosen.columns, "SPLITS": chosen.splits, "PDL": True}
+        pointers = {"PARTS": "fp32", "CHOICE": index, "WEIGHT": "fp32", "OUT": kind}
+        build(f"experts sum {kind} {k} splits {chosen.splits}", moe_experts_triton._sum_kernel, pointers, constants,
+              ("hidden",), num_warps=1)  # fmt: skip
+
+
+def routes() -> None:
+    for kind, count, k, groups, softmax, first in (("bf16", 128, 8, 1, True, True), ("fp32", 256, 8, 8, False, True),
+                                                   ("bf16", 8, 2, 1, True, True), ("bf16", 60, 4, 4, True, False),
+                                                   ("fp16", 1024, 16, 1, False, False)):  # fmt: skip
+        wide, size = moe_route_triton.padded(count, groups)
+        constants = {
+            "EXPERTS": count, "K": k, "GROUPS": groups, "KEPT": max(1, groups // 2), "G": wide, "S": size, "SOFTMAX": softmax,
+            "SCORE_FIRST": first, "RENORMALISE": True, "HAS_BIAS": groups > 1, "PDL": True,
+        }  # fmt: skip
+        pointers = {"LOGITS": kind, "BIAS": "fp32", "CHOICE": "i64", "WEIGHT": "fp32"}
+        build(f"route {kind} {k} of {count} in {groups}", moe_route_triton._route_kernel, pointers, constants, ("l_n",),
+              num_warps=1 if wide * size <= 512 else 4)  # fmt: skip
+
+
+def limits() -> None:
+    """Rules that take experts away, at few and at most rows."""
+    for rows, k, experts, budget, substitute, kind in ((9, 8, 128, False, False, "i64"), (1, 2, 8, True, True, "i32"),
+                                                       (9, 8, 128, True, False, "i64"), (16, 8, 256, True, True, "i64"),
+                                                       (64, 16, 256, True, True, "i32")):  # fmt: skip
+        held, wide, all_experts, warps = moe_limit_triton.tile(rows, k, experts, budget)
+        pointers = {"CHOICE": kind, "OUT_CHOICE": kind, "GATE": "i64", "LOGITS": "bf16", "BIAS": "fp32"}
+        pointers.update(dict.fromkeys(["WEIGHT", "OUT_WEIGHT"], "bf16" if kind == "i32" else "fp32"))
+        constants = {
+            "K": k, "EXPERTS": experts, "R": held, "KK": wide, "E": all_experts, "BUDGET": budget, "SUBSTITUTE": substitute,
+            "SOFTMAX": kind == "i64", "HAS_BIAS": kind == "i32", "RENORMALISE": True, "PDL": True,
+        }  # fmt: skip
+        build(f"limit {rows} rows {k} of {experts} budget {budget} substitute {substitute}", moe_limit_triton._limit_kernel,
+              pointers, constants, num_warps=warps)  # fmt: skip
+
+
 if __name__ == "__main__":
     attention()
     attention_in_small_blocks()
@@ -216,3 +293,6 @@ if __name__ == "__main__":
     linears()
     selection()
     masses()
+    experts()
+    routes()
+    limits()

@@ -50,7 +50,8 @@ def test_json_holds_the_numbers(folder: Callable[[str], Path], tmp_path: Path, c
     data = json.loads(target.read_text(encoding="utf-8"))
     assert set(data) == {
         "kind", "reason", "q_len", "kv_len", "dynamic", "attentions_rewritten", "attentions_refused", "kv_bytes",
-        "attentions", "attentions_sparse", "sparse_bytes", "passes", "inputs", "static_inputs", "seconds", "notes", "torch",
+        "attentions", "attentions_sparse", "sparse_bytes", "moes", "moes_rewritten", "moes_refused", "moes_limited", "passes",
+        "inputs", "static_inputs", "seconds", "notes", "torch",
     }  # fmt: skip
     assert (data["kind"], data["q_len"], data["kv_len"]) == ("verify", 5, 192)
     assert (data["attentions_rewritten"], data["attentions_refused"]) == (2, 0)

@@ -18,6 +18,9 @@ from spec_compile.models.zoo import FAMILIES, VOCAB, build
 
 FAMILY_NAMES = [name for name in FAMILIES if name != "bloom"]
 MARKER = "dense_attention_v1"
+EXPERTS_MARKER = "moe_experts_v1"
+# Layers with experts that transformers dispatches; llama4 spells its own.
+MOE_LAYERS = {"mixtral": 2, "qwen3_moe": 2, "olmoe": 2, "deepseek_v3": 1, "gpt_oss": 2, "llama4": 0}
 
 
 @pytest.fixture(autouse=True)
@@ -26,14 +29,15 @@ def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Calls(torch.utils._python_dispatch.TorchDispatchMode):
-    """Counts marker operators while it is entered."""
+    """Counts marker operators while it is entered, those of attention and those of experts."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.markers = 0
+        self.markers = self.experts = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.markers += MARKER in str(func)
+        self.experts += EXPERTS_MARKER in str(func)
         return func(*args, **(kwargs or {}))
 
 
@@ -159,6 +163,68 @@ def test_left_padding(name: str) -> None:
         found, wanted = (m(input_ids=tokens(12, 0, 2), attention_mask=mask, use_cache=False).logits for m in (model, eager))
     assert close(found[1], wanted[1])
     assert close(found[0, 5:], wanted[0, 5:])
+
+
+@pytest.mark.parametrize("name", MOE_LAYERS)
+def test_one_experts_call_per_moe_layer(name: str) -> None:
+    """Verify-sized calls; longer ones go to transformers' grouped product."""
+    model = prepare(build(name, FAMILIES[name].implementations[0]))
+    for rows, calls_wanted in ((5, MOE_LAYERS[name]), (64, MOE_LAYERS[name]), (65, 0)):
+        with torch.no_grad(), Calls() as calls:
+            model(input_ids=tokens(rows), use_cache=False)
+        assert calls.experts == calls_wanted
+    restore(model)
+    with torch.no_grad(), Calls() as calls:
+        model(input_ids=tokens(5), use_cache=False)
+    assert calls.experts == 0
+
+
+@pytest.mark.parametrize("before", ["eager", "batched_mm", "grouped_mm"])
+def test_experts_are_restored(before: str) -> None:
+    model, other = build("mixtral", "sdpa"), build("mixtral", "sdpa")
+    model.set_experts_implementation(before)
+    attributes = set(vars(model))
+    prepare(model)
+    assert model.config._experts_implementation == hooks.NAME
+    assert other.config._experts_implementation == "batched_mm"
+    restore(model)
+    assert model.config._experts_implementation == before
+    assert set(vars(model)) == attributes
+
+
+def test_dense_models_keep_their_config() -> None:
+    model = build("llama", "sdpa")
+    before = model.config._experts_implementation
+    assert prepare(model).config._experts_implementation == before
+    restore(model)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_long_prefill_of_experts(name: str) -> None:
+    model = prepare(build(name, FAMILIES[name].implementations[0]))
+    with torch.no_grad():
+        found = model(input_ids=tokens(100), use_cache=False).logits
+        assert close(found, build(name, "eager")(input_ids=tokens(100), use_cache=False).logits)
+
+
+def test_experts_with_another_activation_are_left_to_transformers() -> None:
+    model, eager = prepare(build("mixtral", "sdpa")), build("mixtral", "eager")
+    for held in (model, eager):
+        held.model.layers[1].mlp.experts.act_fn = torch.nn.Tanh()
+    with torch.no_grad(), Calls() as calls:
+        found = model(input_ids=tokens(5), use_cache=False).logits
+    assert calls.experts == 1
+    with torch.no_grad():
+        assert close(found, eager(input_ids=tokens(5), use_cache=False).logits)
+
+
+def test_experts_that_are_quantised_keep_their_implementation() -> None:
+    """Their classes dispatch through an interface of their own, which does not know the hook."""
+    model = build("mixtral", "sdpa")
+    experts = model.model.layers[0].mlp.experts
+    experts.down_proj = torch.nn.Parameter(experts.down_proj.to(torch.int8), requires_grad=False)
+    assert prepare(model).config._experts_implementation == "batched_mm"
+    assert restore(model).config._experts_implementation == "batched_mm"
 
 
 def test_generate_with_hooks() -> None:

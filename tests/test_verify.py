@@ -435,8 +435,8 @@ def test_bad_options_and_plans() -> None:
             call(model, cache, graphs=True)
         with pytest.raises(PlanError, match=r"plan\.attention: unknown key"):
             call(model, cache, plan={"attention": {"x": 1}})
-        with pytest.raises(PlanNotYetError, match=r"plan\.moe"):
-            call(model, cache, plan={"moe": {"top_k": 1}})
+        with pytest.raises(PlanNotYetError, match=r"plan\.ffn"):
+            call(model, cache, plan={"ffn": {"budget": 0.5}})
     assert compile_verify(model, cache, plan=SparsityPlan())._options.plan.exact
     with pytest.raises(OptionsError, match="drop strict=True"):
         explain(model, cache, strict=True)

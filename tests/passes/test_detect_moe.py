@@ -1,0 +1,972 @@
+"""DetectMoe on spelled-out layers: what is replaced, that it computes the same, and what is refused, reason by reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from harness import cloned, compare, trace
+from torch import Tensor
+
+from spec_compile.kernels import moe
+from spec_compile.passes import detect_moe
+from spec_compile.passes.base import PassContext, Rejection
+from spec_compile.passes.canonicalize import Canonicalize
+from spec_compile.passes.check_rewrite import CheckRewrite
+from spec_compile.pipeline import run_passes
+from spec_compile.report import RewriteReport
+
+EXPERTS = torch.ops.spec_compile.moe_experts_v1.default
+ROUTE = torch.ops.spec_compile.moe_route_v1.default
+N, K, E, H, INNER = 5, 2, 4, 24, 8  # sizes that all differ, so that a mixed-up axis cannot pass
+
+
+def gate_silu(value: Tensor) -> Tensor:
+    gate, up = value.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def gate_oai(value: Tensor) -> Tensor:
+    gate, up = value[..., ::2], value[..., 1::2]
+    gate, up = gate.clamp(min=None, max=0.7), up.clamp(min=-0.7, max=0.7)
+    return (up + 1) * (gate * torch.sigmoid(gate * 1.702))
+
+
+def flat_ids(choice: Tensor) -> Tensor:
+    return choice.reshape(-1).clamp(0, E - 1)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The pieces of an expert layer that a test may replace."""
+
+    gate: Callable[[Tensor], Tensor] = gate_silu
+    transposed: bool = False
+    repeats: int = K
+    ids: Callable[[Tensor], Tensor] = flat_ids
+    down_ids: Callable[[Tensor], Tensor] | None = None
+    inner: Callable[[Tensor], Tensor] = lambda value: value
+    outer: Callable[[Tensor], Tensor] = lambda value: value
+    weigh: Callable[[Tensor, Tensor], Tensor] = lambda value, weight: value * weight
+    gather: Callable[[Tensor, Tensor], Tensor] = lambda x, order: x[order // K]
+    inverse: Callable[[Tensor], Tensor] | None = None
+    fill: float = 0.0
+    finish: Callable[[Tensor], Tensor] = lambda value: value.view(-1, K, H).sum(dim=1)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Stacked parameters; ``down`` is ``[E, H, I]`` unless ``transposed``."""
+
+    gate_up: Tensor
+    down: Tensor
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+
+
+def make_weights(bias: bool = False, transposed: bool = False, dtype: torch.dtype = torch.float32, seed: int = 0) -> Weights:
+    gen = torch.Generator().manual_seed(seed)
+
+    def rand(*sizes: int) -> Tensor:
+        return (torch.randn(*sizes, generator=gen) * 0.25).to(dtype)
+
+    gate_up, down = rand(E, 2 * INNER, H), rand(E, H, INNER)
+    if transposed:
+        gate_up, down = gate_up.transpose(1, 2).contiguous(), down.transpose(1, 2).contiguous()
+    return Weights(gate_up, down, *((rand(E, 2 * INNER), rand(E, H)) if bias else (None, None)))
+
+
+def batched(x: Tensor, choice: Tensor, weight: Tensor, w: Weights, p: Parts) -> Tensor:
+    """transformers' ``batched_mm``."""
+
+    def linear(rows: Tensor, stack: Tensor, bias: Tensor | None, ids: Tensor) -> Tensor:
+        if p.transposed:
+            out = torch.bmm(rows.unsqueeze(1), stack[ids]).squeeze(1)
+        else:
+            out = torch.bmm(stack[ids], rows.unsqueeze(-1)).squeeze(-1)
+        return out if bias is None else out.add_(bias[ids])
+
+    ids = p.ids(choice)
+    value = p.inner(linear(x.repeat_interleave(p.repeats, dim=0), w.gate_up, w.gate_up_bias, ids))
+    ids = ids if p.down_ids is None else p.down_ids(choice)
+    value = p.outer(linear(p.gate(value), w.down, w.down_bias, ids))
+    return p.finish(p.weigh(value, weight.reshape(-1).unsqueeze(-1))).to(x.dtype)
+
+
+def grouped(x: Tensor, choice: Tensor, weight: Tensor, w: Weights, p: Parts) -> Tensor:
+    """transformers' ``grouped_mm``: in place where that is."""
+    ids, perm = torch.sort(choice.reshape(-1))
+    rows, weights = p.gather(x, perm), weight.reshape(-1)[perm]
+    offs = torch.cumsum(torch.histc(ids.float(), bins=E, min=0, max=E - 1), dim=0, dtype=torch.int32)
+    beyond = (ids >= E).unsqueeze(-1)
+    ids.clamp_(max=E - 1)
+
+    def linear(rows: Tensor, stack: Tensor, bias: Tensor | None) -> Tensor:
+        stack = stack if p.transposed else stack.transpose(-2, -1)
+        if rows.dtype == torch.bfloat16:
+            out = torch._grouped_mm(rows, stack, offs=offs)
+        else:
+            out = torch.ops.transformers.grouped_mm_fallback(rows, stack, offs)
+        return out if bias is None else out.add_(bias[ids])
+
+    rows.masked_fill_(beyond, 0.0)
+    value = p.gate(p.inner(linear(rows, w.gate_up, w.gate_up_bias)).masked_fill(beyond, p.fill))
+    value = p.weigh(p.outer(linear(value, w.down, w.down_bias)).masked_fill(beyond, 0.0), weights.unsqueeze(-1))
+    if p.inverse is None:
+        inverse = torch.empty_like(perm)
+        inverse[perm] = torch.arange(perm.shape[0])
+    else:
+        inverse = p.inverse(perm)
+    return p.finish(value[inverse]).to(x.dtype)
+
+
+def gathered(x: Tensor, choice: Tensor, weight: Tensor, w: Weights, p: Parts) -> Tensor:
+    """gpt-fast's spelling, with gate and up stacked."""
+    value = p.inner(torch.einsum("ti,taoi -> tao", x, w.gate_up[choice]))
+    value = p.outer(torch.einsum("tao, taio -> tai", p.gate(value), w.down[choice]))
+    return torch.einsum("tai,ta -> ti", value, weight)
+
+
+LAYERS = {"batched_mm": batched, "grouped_mm": grouped, "gather": gathered}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _fallback_operator() -> None:
+    pytest.importorskip("transformers", minversion="5.17").integrations.moe  # noqa: B018  (registers the fallback operator)
+
+
+def route_mixtral(logits: Tensor) -> tuple[Tensor, Tensor]:
+    weight, choice = torch.topk(F.softmax(logits.float(), dim=-1), K, dim=-1)
+    weight /= weight.sum(dim=-1, keepdim=True)
+    return choice, weight
+
+
+def layer(
+    form: str = "batched_mm", parts: Parts | None = None, route: Callable[[Tensor], tuple[Tensor, Tensor]] = route_mixtral,
+    **shape: Any,
+) -> tuple[Callable[..., Any], list[Tensor]]:  # fmt: skip
+    """A program of ``(x, logits, *weights)`` and its inputs."""
+    parts = parts or Parts(transposed=shape.get("transposed", False))
+    w = make_weights(**shape)
+    gen = torch.Generator().manual_seed(1)
+    x = torch.randn(N, H, generator=gen).to(w.down.dtype)
+    logits = torch.randn(N, E, generator=gen).to(w.down.dtype)
+
+    def fn(x: Tensor, logits: Tensor, *given: Tensor) -> Any:
+        choice, weight = route(logits)
+        return LAYERS[form](x, choice, weight, Weights(*given), parts)
+
+    return fn, [x, logits, *(t for t in vars(w).values() if t is not None)]
+
+
+@dataclass
+class Outcome:
+    """A program beside its rewritten graph, after the comparison of both."""
+
+    gm: torch.fx.GraphModule
+    ctx: PassContext
+    hits: int
+
+    def count(self, target: Any) -> int:
+        return len(self.gm.graph.find_nodes(op="call_function", target=target))
+
+    @property
+    def reasons(self) -> list[str]:
+        return [found.reason for found in self.ctx.moes if isinstance(found, Rejection)]
+
+    @property
+    def found(self) -> Any:
+        [found] = self.ctx.moes
+        return found
+
+
+@torch.no_grad()
+def run(fn: Callable[..., Any], inputs: list[Tensor], atol: float = 1e-5, lowering: str = "reference", **given: Any) -> Outcome:
+    """Rewrite ``fn`` and compare; inputs stay as they are."""
+    gm = trace(fn, inputs, **given)
+    ctx = PassContext(lowering=lowering)
+    Canonicalize().run(gm, ctx)
+    hits = detect_moe.DetectMoe().run(gm, ctx).hits
+    CheckRewrite().run(gm, ctx)
+    gm.graph.lint()
+    gm.recompile()
+    expected, actual = cloned(inputs), cloned(inputs)
+    compare(fn(*expected), gm(*actual), atol)
+    compare(expected, actual, 0.0)
+    return Outcome(gm, ctx, hits)
+
+
+def check_refused(fn: Callable[..., Any], inputs: list[Tensor], reason: str) -> None:
+    outcome = run(fn, inputs, atol=0.0)
+    assert (outcome.hits, outcome.count(EXPERTS), outcome.count(ROUTE)) == (0, 0, 0), "it was rewritten"
+    assert any(reason in found for found in outcome.reasons), outcome.reasons
+
+
+def gate_of(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    def gate(value: Tensor) -> Tensor:
+        first, second = value.chunk(2, dim=-1)
+        return activation(first) * second
+
+    return gate
+
+
+def gate_sliced(value: Tensor) -> Tensor:
+    return value[..., INNER:] * F.relu(value[..., :INNER])
+
+
+def gate_interleaved(value: Tensor) -> Tensor:
+    return F.silu(value[..., ::2]) * value[..., 1::2]
+
+
+GATES: dict[str, tuple[Callable[[Tensor], Tensor], tuple[str, bool, float, float]]] = {
+    "silu": (gate_silu, ("silu", False, 0.0, 0.0)),
+    "gelu": (gate_of(F.gelu), ("gelu", False, 0.0, 0.0)),
+    "gelu_tanh": (gate_of(lambda x: F.gelu(x, approximate="tanh")), ("gelu_tanh", False, 0.0, 0.0)),
+    "relu, sliced, up first": (gate_sliced, ("relu", False, 0.0, 0.0)),
+    "interleaved": (gate_interleaved, ("silu", True, 0.0, 0.0)),
+    "gpt-oss": (gate_oai, ("swiglu_oai", True, 0.7, 1.702)),
+}
+
+
+@pytest.mark.parametrize(("form", "gate"), [*(("batched_mm", gate) for gate in GATES), *((form, "gpt-oss") for form in LAYERS)])
+def test_forms_and_activations(form: str, gate: str) -> None:
+    spelled, wanted = GATES[gate]
+    fn, inputs = layer(form, Parts(gate=spelled))
+    outcome = run(fn, inputs)
+    assert (outcome.hits, outcome.count(EXPERTS), outcome.count(ROUTE)) == (1, 1, 1), outcome.reasons
+    experts = outcome.found.experts
+    assert (experts.activation, experts.interleaved, experts.limit, experts.alpha) == wanted
+    assert (experts.form, experts.experts, experts.top_k, experts.hidden, experts.inner) == (form, E, K, H, INNER)
+    left = {str(node.target) for node in outcome.gm.graph.nodes if node.op == "call_function"}
+    assert not left & {"aten.bmm.default", "aten.einsum.default", "aten.sort.default", "aten.index.Tensor", "aten.topk.default"}
+
+
+@pytest.mark.parametrize("form", ["batched_mm", "grouped_mm"])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_layouts_and_biases(form: str, transposed: bool, bias: bool) -> None:
+    fn, inputs = layer(form, transposed=transposed, bias=bias)
+    experts = run(fn, inputs).found.experts
+    assert experts.transposed == transposed
+    assert (experts.gate_up_bias is not None, experts.down_bias is not None) == (bias, bias)
+
+
+@pytest.mark.parametrize(
+    ("form", "dtype"),
+    [
+        ("batched_mm", torch.bfloat16),
+        ("grouped_mm", torch.bfloat16),
+        ("batched_mm", torch.float64),
+        ("grouped_mm", torch.float64),
+        ("gather", torch.float64),
+    ],
+)
+def test_other_dtypes(form: str, dtype: torch.dtype) -> None:
+    """In bfloat16 the operator rounds no more often than the source: its error against float64 is no larger."""
+
+    def route(logits: Tensor) -> tuple[Tensor, Tensor]:
+        weight, choice = torch.topk(F.softmax(logits, -1, dtype=torch.promote_types(logits.dtype, torch.float32)), K)
+        return choice, weight
+
+    fn, inputs = layer(form, route=route, dtype=dtype)
+    outcome = run(fn, inputs, atol=1e-9 if dtype == torch.float64 else 0.1)
+    assert (outcome.hits, outcome.count(ROUTE)) == (1, 1), outcome.reasons
+    if dtype == torch.bfloat16:
+        exact = layer("batched_mm", route=route, dtype=torch.float64)[0](*[x.double() for x in inputs])
+        ours, theirs = ((run_on(*inputs).double() - exact).abs().max().item() for run_on in (outcome.gm, fn))
+        assert ours <= 1.2 * theirs
+
+
+def test_rows_may_be_symbolic() -> None:
+    for form in LAYERS:
+        fn, inputs = layer(form)
+        outcome = run(fn, inputs, dynamic=[(0, 0), (1, 0)])
+        assert (outcome.hits, outcome.count(EXPERTS), outcome.count(ROUTE)) == (1, 1, 1), outcome.reasons
+        for rows in (1, 3, 9, 70):
+            x, logits = torch.randn(rows, H), torch.randn(rows, E)
+            compare(fn(x, logits, *inputs[2:]), outcome.gm(x, logits, *inputs[2:]), 1e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 2, K])
+def test_few_rows(rows: int) -> None:
+    for form in LAYERS:
+        fn, inputs = layer(form)
+        inputs[:2] = [x[:rows] for x in inputs[:2]]
+        assert run(fn, inputs).hits == 1
+
+
+class Module(torch.nn.Module):
+    """A layer with parameters of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        held = make_weights()
+        self.gate_up, self.down = torch.nn.Parameter(held.gate_up), torch.nn.Parameter(held.down)
+
+    def forward(self, x: Tensor, logits: Tensor) -> Tensor:
+        return batched(x, *route_mixtral(logits), Weights(self.gate_up, self.down), Parts())
+
+
+@torch.no_grad()
+def test_weights_are_read_live() -> None:
+    module, (_, inputs) = Module(), layer()
+    outcome = run(module, inputs[:2])
+    assert outcome.hits == 1
+    before = outcome.gm(*inputs[:2])
+    module.load_state_dict({name: value + 1 for name, value in module.state_dict().items()})
+    after = outcome.gm(*inputs[:2])
+    compare(module(*inputs[:2]), after, 1e-4)
+    assert (after - before).abs().max() > 1e-2
+
+
+@torch.no_grad()
+def test_experts_that_nobody_chose_are_not_read() -> None:
+    fn, inputs = layer()
+    inputs[1][:, 0] = -100.0
+    outcome = run(fn, inputs)
+    expected = fn(*inputs)
+    inputs[2][0] = float("nan")
+    compare(expected, outcome.gm(*inputs), 1e-5)
+
+
+def test_a_second_run_changes_nothing() -> None:
+    fn, inputs = layer("grouped_mm")
+    outcome = run(fn, inputs)
+    code, ctx = outcome.gm.code, PassContext(lowering="reference")
+    assert detect_moe.DetectMoe().run(outcome.gm, ctx).hits == 0
+    outcome.gm.recompile()
+    assert (outcome.gm.code, ctx.moes) == (code, [])
+
+
+@torch.no_grad()
+def test_the_rewritten_graph_can_be_exported() -> None:
+    fn, inputs = layer("grouped_mm", bias=True)
+    outcome = run(fn, inputs)
+    program = torch.export.export(outcome.gm, tuple(inputs), strict=False)
+    targets = [node.target for node in program.graph.nodes]
+    assert targets.count(EXPERTS) == targets.count(ROUTE) == 1
+    compare(fn(*inputs), program.module()(*inputs), 1e-5)
+    functional = program.run_decompositions({})
+    compare(fn(*inputs), functional.module()(*inputs), 1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("form", ["batched_mm", "grouped_mm"])
+def test_exported_programs_are_matched_too(form: str) -> None:
+    """Their in-place calls may have become functional."""
+    fn, inputs = layer(form, bias=True)
+
+    class Wrapped(torch.nn.Module):
+        def forward(self, *given: Tensor) -> Any:
+            return fn(*given)
+
+    program = torch.export.export(Wrapped(), tuple(inputs), strict=False)
+    for graph in (program, program.run_decompositions({})):
+        gm, ctx = graph.graph_module, PassContext(lowering="reference")
+        Canonicalize().run(gm, ctx)
+        assert detect_moe.DetectMoe().run(gm, ctx).hits == 1, ctx.moes
+        assert len(gm.graph.find_nodes(op="call_function", target=ROUTE)) == 1
+
+
+def test_two_layers_and_writes_to_their_own_values() -> None:
+    """The pipeline knows which in-place calls went away with their regions."""
+    fn, inputs = layer("grouped_mm", bias=True)
+    other, _ = layer("batched_mm", bias=True)
+
+    def both(x: Tensor, logits: Tensor, cache: Tensor, *given: Tensor) -> Any:
+        cache.add_(1)
+        return other(fn(x, logits, *given), logits, *given)
+
+    given = [*inputs[:2], torch.zeros(3), *inputs[2:]]
+    gm, report = trace(both, given), RewriteReport()
+    run_passes(gm, PassContext(lowering="reference"), report)
+    assert [(entry.status, entry.form) for entry in report.moes] == [("rewritten", "grouped_mm"), ("rewritten", "batched_mm")]
+    expected, actual = cloned(given), cloned(given)
+    with torch.no_grad():
+        compare(both(*expected), gm(*actual), 1e-4)
+    compare(expected, actual, 0.0)
+    assert expected[2].sum() == 3
+    text = str(report)
+    assert "MoE rewritten 2 of 2" in text
+    assert "1 x batched_mm, 4 experts of 24 x 8, silu, top 2 of softmax, renormalised" in text
+    held = report.to_dict()
+    assert (held["moes_rewritten"], held["moes_refused"]) == (2, 0)
+    assert held["moes"][0]["expert_bytes"] == 3 * H * INNER * 4
+
+
+def swap(gate: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    def swapped(value: Tensor) -> Tensor:
+        first, second = value.chunk(2, dim=-1)
+        return gate(second, first)
+
+    return swapped
+
+
+def uneven(value: Tensor) -> Tensor:
+    gate, up = value[..., :INNER], value[..., INNER - 1 : -1]
+    return F.silu(gate) * up
+
+
+def wrong_inverse(perm: Tensor) -> Tensor:
+    inverse = torch.empty_like(perm)
+    inverse[perm] = torch.arange(perm.shape[0]).flip(0)
+    return inverse
+
+
+def scaled_sigmoid(value: Tensor) -> Tensor:
+    return value * torch.sigmoid(value * 1.702)
+
+
+MUTANTS: dict[str, tuple[str, Parts, str]] = {
+    "gate and up swapped": ("batched_mm", Parts(gate=swap(lambda g, u: F.silu(g) * u)), "gate and up are swapped"),
+    "odd gates": ("batched_mm", Parts(gate=lambda v: F.silu(v[..., 1::2]) * v[..., ::2]), "gate and up are swapped"),
+    "gate twice": ("batched_mm", Parts(gate=lambda v: F.silu(v[..., :INNER]) * v[..., :INNER]), "first and the first half"),
+    "shifted halves": ("batched_mm", Parts(gate=uneven), "none of silu, gelu, relu times up"),
+    "unknown activation": ("batched_mm", Parts(gate=gate_of(torch.tanh)), "none of silu, gelu, relu times up"),
+    "clamped silu": (
+        "batched_mm", Parts(gate=lambda v: F.silu(v[..., :INNER].clamp(max=1.0)) * v[..., INNER:]), "none of silu, gelu, relu",
+    ),
+    "asymmetric clamp": (
+        "batched_mm",
+        Parts(gate=lambda v: (v[..., 1::2].clamp(-1, 2) + 1) * scaled_sigmoid(v[..., ::2].clamp(max=2))),
+        "none of silu, gelu, relu times up",
+    ),
+    "no gate": ("batched_mm", Parts(gate=lambda v: F.silu(v[..., :INNER])), "not in a product of gate and up"),
+    "something in between": ("batched_mm", Parts(inner=torch.tanh), "come from tanh"),
+    "something behind": ("batched_mm", Parts(outer=torch.tanh), "tanh stands between the down product"),
+    "weights twice": ("batched_mm", Parts(weigh=lambda v, w: v * w * w), "routing weights are applied twice"),
+    "weights squared": ("batched_mm", Parts(weigh=lambda v, w: v * (w * w)), "routing weights are not [N, 2]"),
+    "no weights": ("batched_mm", Parts(weigh=lambda v, w: v), "summed without a routing weight"),
+    "a bias per value": ("batched_mm", Parts(outer=lambda v: v + torch.ones(H)), "not a bias picked by expert"),
+    "clamped ids": ("batched_mm", Parts(ids=lambda c: c.reshape(-1).clamp(0, E - 2)), "ids are clamped to 0..2"),
+    "shifted ids": ("batched_mm", Parts(ids=lambda c: (c.reshape(-1) + 1) % E), "the choices are not [N, 2]"),
+    "down by other ids": ("batched_mm", Parts(down_ids=lambda c: c.flip(-1).reshape(-1)), "pick experts by different ids"),
+    "max over choices": ("batched_mm", Parts(finish=lambda v: v.view(-1, K, H).amax(dim=1)), "no sum over the chosen experts"),
+    "mean over choices": ("grouped_mm", Parts(finish=lambda v: v.view(-1, K, H).sum(dim=1) / K), ""),
+    "x by rank": ("grouped_mm", Parts(gather=lambda x, order: x[order % N]), "not x in the order of the sorted pairs"),
+    "x by another divisor": (
+        "grouped_mm", Parts(gather=lambda x, order: x[order // (K + 1)]), "x is picked by perm // 3, there are 2 choices",
+    ),
+    "a wrong inverse": ("grouped_mm", Parts(inverse=wrong_inverse), "not the inverse of the sort"),
+    "no inverse": ("grouped_mm", Parts(inverse=lambda perm: perm), "not the inverse of the sort"),
+    "something behind a grouped product": ("grouped_mm", Parts(outer=lambda v: v.exp()), "exp stands between"),
+    "weights twice, grouped": ("grouped_mm", Parts(weigh=lambda v, w: v * w * w), "applied twice"),
+    "gathered, weights squared": ("gather", Parts(outer=lambda v: v * 2.0), "mul stands between"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [name for name, case in MUTANTS.items() if case[2]])
+def test_mutants_are_refused(name: str) -> None:
+    form, parts, reason = MUTANTS[name]
+    check_refused(*layer(form, parts), reason)
+
+
+def test_what_comes_after_the_sum_is_not_the_experts_business() -> None:
+    form, parts, _ = MUTANTS["mean over choices"]
+    assert run(*layer(form, parts)).hits == 1
+
+
+def test_repeats_that_do_not_match_the_choices() -> None:
+    fn, inputs = layer(parts=Parts(repeats=1))
+    inputs[0] = inputs[0].repeat(K, 1)  # rows in another order: tiled, not repeated
+    check_refused(fn, inputs, "x is repeated 1 times, there are 2 choices a row")
+
+
+def test_expanded_rows_are_repeated_rows() -> None:
+    def fn(x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor) -> Any:
+        choice, weight = route_mixtral(logits)
+        ids = choice.reshape(-1)
+        rows = x.unsqueeze(1).expand(-1, K, -1).reshape(-1, H)
+        value = gate_silu(torch.bmm(gate_up[ids], rows.unsqueeze(-1)).squeeze(-1))
+        value = torch.bmm(down[ids], value.unsqueeze(-1)).squeeze(-1).view(-1, K, H)
+        return (value * weight.unsqueeze(-1)).sum(1)
+
+    def tiled(x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor) -> Any:
+        choice, weight = route_mixtral(logits)
+        ids = choice.reshape(-1)
+        rows = x.unsqueeze(0).expand(K, -1, -1).reshape(-1, H)
+        value = gate_silu(torch.bmm(gate_up[ids], rows.unsqueeze(-1)).squeeze(-1))
+        value = torch.bmm(down[ids], value.unsqueeze(-1)).squeeze(-1).view(-1, K, H)
+        return (value * weight.unsqueeze(-1)).sum(1)
+
+    _, inputs = layer()
+    assert run(fn, inputs).hits == 1
+    check_refused(tiled, inputs, "not x with each row repeated once for each choice")
+
+
+def test_batch_and_rows_may_be_flattened_late() -> None:
+    """Choices and weights ``[B, T, K]``, flattened for the experts only."""
+
+    def fn(x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor) -> Any:
+        weight, choice = torch.topk(F.softmax(logits.view(1, N, E), -1), K)
+        return batched(x, choice, weight, Weights(gate_up, down), Parts())
+
+    _, inputs = layer()
+    outcome = run(fn, inputs)
+    assert (outcome.hits, outcome.count(ROUTE)) == (1, 0)
+    assert "not the largest of [N, E] along E" in outcome.found.route.reason
+
+
+def test_argsort_undoes_a_sort() -> None:
+    assert run(*layer("grouped_mm", Parts(inverse=torch.argsort))).hits == 1
+    check_refused(*layer("grouped_mm", Parts(inverse=lambda perm: perm.argsort(descending=True))), "not the inverse of the sort")
+
+
+@pytest.mark.parametrize(("inner", "outer"), [(True, False), (False, True)])
+def test_outside_users(inner: bool, outer: bool) -> None:
+    kept: list[Tensor] = []
+
+    def keep(value: Tensor) -> Tensor:
+        kept.append(value)
+        return value
+
+    fn, inputs = layer(parts=replace(Parts(), **({"inner": keep} if inner else {}), **({"outer": keep} if outer else {})))
+
+    def leaking(*given: Tensor) -> Any:
+        kept.clear()
+        return fn(*given), kept[0] + 1
+
+    check_refused(leaking, inputs, "outside the region" if inner else "must have one reader each")
+
+
+def test_an_outside_user_of_the_sort() -> None:
+    def fn(x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor) -> Any:
+        choice, weight = route_mixtral(logits)
+        orders: list[Tensor] = []
+
+        def spy(x: Tensor, order: Tensor) -> Tensor:
+            orders.append(order)
+            return x[order // K]
+
+        return grouped(x, choice, weight, Weights(gate_up, down), Parts(gather=spy)), orders[0] + 1
+
+    check_refused(fn, layer()[1], "outside the region")
+
+
+def test_softmax_without_a_top_k() -> None:
+    """Every expert, weighted by the softmax: its choices come from an arange."""
+
+    def fn(x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor) -> Any:
+        weight = F.softmax(logits, -1)
+        choice = torch.arange(E).expand(N, E)
+        ids = choice.reshape(-1).clamp(0, E - 1)
+        value = gate_silu(torch.bmm(gate_up[ids], x.repeat_interleave(E, 0).unsqueeze(-1)).squeeze(-1))
+        value = torch.bmm(down[ids], value.unsqueeze(-1)).squeeze(-1) * weight.reshape(-1, 1)
+        return value.view(-1, E, H).sum(1)
+
+    _, inputs = layer()
+    check_refused(fn, inputs, "do not come from a top-k over the experts")
+
+
+def test_choices_from_an_input_are_not_proven() -> None:
+    def fn(x: Tensor, choice: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor) -> Any:
+        return batched(x, choice, weight, Weights(gate_up, down), Parts())
+
+    w = make_weights()
+    check_refused(
+        fn, [torch.randn(N, H), torch.randint(0, E, (N, K)), torch.rand(N, K), w.gate_up, w.down],
+        "do not come from a top-k over the experts",
+    )  # fmt: skip
+
+
+def test_a_top_k_over_more_columns_than_experts() -> None:
+    """Ids at or above E: clamped by this form, ignored by the operator."""
+    fn, inputs = layer()
+    inputs[1] = torch.randn(N, E + 2)
+    check_refused(fn, inputs, "not over a last axis of at most 4 experts")
+
+
+def test_separate_weights_of_gate_and_up() -> None:
+    """gpt-fast keeps two stacks."""
+
+    def fn(x: Tensor, logits: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Any:
+        choice, weight = route_mixtral(logits)
+        x1 = F.silu(torch.einsum("ti,taoi -> tao", x, w1[choice]))
+        x3 = torch.einsum("ti, taoi -> tao", x, w3[choice])
+        return torch.einsum("tai,ta -> ti", torch.einsum("tao, taio -> tai", x1 * x3, w2[choice]), weight)
+
+    w = make_weights()
+    first, third = w.gate_up.chunk(2, 1)
+    _, inputs = layer()
+    check_refused(
+        fn, [*inputs[:2], first.contiguous(), w.down, third.contiguous()],
+        "gate and up are two products: stack their weights as one parameter [E, 2I, H]",
+    )  # fmt: skip
+
+
+def test_dense_experts_with_weights_on_the_input() -> None:
+    """Llama 4: every expert on every row, scaled before a nonlinear function."""
+
+    def fn(x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor) -> Any:
+        value, choice = torch.topk(logits, 1, dim=1)
+        scores = torch.full_like(logits, float("-inf")).scatter_(1, choice, value).transpose(0, 1)
+        rows = (x.repeat(E, 1) * torch.sigmoid(scores).reshape(-1, 1)).view(E, -1, H)
+        return torch.bmm(gate_silu(torch.bmm(rows, gate_up)), down).reshape(E, -1, H).sum(0)
+
+    check_refused(fn, layer(transposed=True)[1], "every expert runs on every row with the routing weight on its input")
+
+
+def test_weights_that_are_computed() -> None:
+    def fn(x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor) -> Any:
+        return batched(x, *route_mixtral(logits), Weights(gate_up * 2, down), Parts())
+
+    check_refused(fn, layer()[1], "the experts' gate_up is computed in this graph")
+
+
+def test_weights_without_a_contiguous_last_dimension() -> None:
+    fn, inputs = layer()
+    inputs[3] = inputs[3].transpose(1, 2).contiguous().transpose(1, 2)
+    check_refused(fn, inputs, "the last dimension of the experts' down is not contiguous")
+
+
+def test_values_rounded_on_the_way() -> None:
+    check_refused(
+        *layer(parts=Parts(outer=lambda v: v.bfloat16().float())), "a value of the experts is rounded to torch.bfloat16"
+    )
+    check_refused(
+        *layer(parts=Parts(finish=lambda v: v.view(-1, K, H).sum(dim=1, dtype=torch.bfloat16))), "sum over experts is taken in",
+    )  # fmt: skip
+
+
+def test_a_sum_that_stays_in_float32() -> None:
+    def fn(x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor) -> Any:
+        choice, weight = route_mixtral(logits)
+        ids = flat_ids(choice)
+        value = gate_silu(torch.bmm(gate_up[ids], x.repeat_interleave(K, 0).unsqueeze(-1)).squeeze(-1))
+        value = torch.bmm(down[ids], value.unsqueeze(-1)).squeeze(-1)
+        return (value * weight.reshape(-1, 1)).view(-1, K, H).sum(1)
+
+    check_refused(fn, layer(dtype=torch.bfloat16)[1], "stays in torch.float32, the experts compute in torch.bfloat16")
+
+
+def test_operands_written_in_between() -> None:
+    """The rewritten call reads its operands where the sum was."""
+
+    def late_x(x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor) -> Any:
+        def write(value: Tensor) -> Tensor:
+            x.mul_(2)
+            return value
+
+        return batched(x, *route_mixtral(logits), Weights(gate_up, down), Parts(outer=write))
+
+    def late_weight(x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor) -> Any:
+        def write(value: Tensor) -> Tensor:
+            gate_up.mul_(2)
+            return value
+
+        return batched(x, *route_mixtral(logits), Weights(gate_up, down), Parts(outer=write))
+
+    def late_ids(x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor) -> Any:
+        choice, weight = route_mixtral(logits)
+
+        def write(value: Tensor) -> Tensor:
+            choice.mul_(0)
+            return value
+
+        return batched(x, choice, weight, Weights(gate_up, down), Parts(ids=lambda c: c.view(-1), inner=write))
+
+    check_refused(late_x, layer()[1], "writes the operand")
+    check_refused(late_weight, layer()[1], "writes the operand")
+    check_refused(late_ids, layer()[1], "before index_1 reads it")
+
+
+def test_a_write_to_the_output_of_an_earlier_layer() -> None:
+    """The value is the rewritten call's by then; writes to it still count."""
+
+    def behind(x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor) -> Any:
+        first = batched(x, *route_mixtral(logits), Weights(gate_up, down), Parts())
+        first.add_(1)
+        return batched(first, *route_mixtral(logits), Weights(gate_up, down), Parts())
+
+    def within(x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor) -> Any:
+        first = batched(x, *route_mixtral(logits), Weights(gate_up, down), Parts())
+
+        def write(value: Tensor) -> Tensor:
+            first.mul_(2)
+            return value
+
+        return batched(first, *route_mixtral(logits), Weights(gate_up, down), Parts(outer=write))
+
+    assert run(behind, layer()[1]).hits == 2
+    outcome = run(within, layer()[1])
+    assert outcome.hits == 1
+    assert "writes the operand" in outcome.reasons[0]
+
+
+def test_a_write_to_the_weights_of_a_rewritten_router() -> None:
+    def fn(x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor) -> Any:
+        choice, weight = route_mixtral(logits)
+        first = batched(x, choice, weight, Weights(gate_up, down), Parts())
+
+        def write(value: Tensor) -> Tensor:
+            weight.mul_(2)
+            return value
+
+        return batched(first, choice, weight, Weights(gate_up, down), Parts(weigh=lambda v, w: write(v * w)))
+
+    outcome = run(fn, layer()[1])
+    assert (outcome.hits, outcome.count(ROUTE)) == (1, 1)
+    assert "writes the operand" in outcome.reasons[0]
+
+
+def test_broadcast_weights() -> None:
+    def fn(x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor) -> Any:
+        choice, weight = route_mixtral(logits)
+        return gathered(x, choice, weight[:, :1], Weights(gate_up, down), Parts())
+
+    check_refused(fn, layer()[1], "routing weights are broadcast over choices")
+
+
+def test_a_write_into_an_input_is_no_part_of_a_region() -> None:
+    def fn(x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor, held: Tensor) -> Any:
+        choice, weight = route_mixtral(logits)
+        ids, perm = torch.sort(choice.reshape(-1))
+        offs = torch.cumsum(torch.histc(ids.float(), bins=E, min=0, max=E - 1), dim=0, dtype=torch.int32)
+        product = torch.ops.transformers.grouped_mm_fallback
+        value = product(gate_silu(product(x[perm // K], gate_up.mT, offs)), down.mT, offs) * weight.reshape(-1)[perm].unsqueeze(
+            -1
+        )
+        inverse = held.zero_()
+        inverse[perm] = torch.arange(perm.shape[0])
+        return value[inverse].view(-1, K, H).sum(1)
+
+    check_refused(fn, [*layer()[1], torch.zeros(N * K, dtype=torch.int64)], "not the inverse of the sort")
+
+
+# Routers
+
+
+def route_olmoe(logits: Tensor) -> tuple[Tensor, Tensor]:
+    weight, choice = torch.topk(F.softmax(logits, dim=1, dtype=torch.float32), K, dim=-1)
+    return choice, weight
+
+
+def route_gpt_oss(logits: Tensor) -> tuple[Tensor, Tensor]:
+    value, choice = torch.topk(logits, K, dim=-1)
+    return choice, F.softmax(value, dim=1, dtype=value.dtype)
+
+
+def route_deepseek(
+    bias: Tensor, groups: int = 1, kept: int = 1, renormalise: bool = True, fill: float = float("-inf"), across: bool = False
+) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    def route(logits: Tensor) -> tuple[Tensor, Tensor]:
+        scores = logits.sigmoid()
+        contest = scores + bias
+        sums = contest.view(-1, groups, E // groups).topk(2, dim=-1)[0].sum(dim=-1)
+        chosen = torch.topk(sums, k=kept, dim=-1, sorted=False)[1]
+        mask = torch.zeros_like(sums).scatter_(1, chosen, 1)
+        spread = (
+            mask.unsqueeze(1).expand(-1, E // groups, groups) if across else mask.unsqueeze(-1).expand(-1, groups, E // groups)
+        )
+        contest = contest.masked_fill(~spread.reshape(-1, E).bool(), fill)
+        choice = torch.topk(contest, k=K, dim=-1, sorted=False)[1]
+        weight = scores.gather(1, choice)
+        if renormalise:
+            weight /= weight.sum(dim=-1, keepdim=True) + 1e-20
+        return choice, weight * 2.5
+
+    return route
+
+
+BIAS = torch.tensor([0.3, -0.2, 0.1, 0.25])
+ROUTERS: dict[str, tuple[Callable[[Tensor], tuple[Tensor, Tensor]], str]] = {
+    "mixtral": (route_mixtral, "top 2 of softmax, renormalised"),
+    "olmoe": (route_olmoe, "top 2 of softmax"),
+    "gpt-oss": (route_gpt_oss, "softmax of the top 2"),
+    "deepseek": (route_deepseek(BIAS), "top 2 of sigmoid, bias for the choice, renormalised, times 2.5"),
+    "deepseek, groups": (
+        route_deepseek(BIAS, 2, 1, False), "top 2 of sigmoid, bias for the choice, 1 of 2 groups, times 2.5",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+@pytest.mark.parametrize("form", ["batched_mm", "grouped_mm"])
+def test_routers(name: str, form: str) -> None:
+    route, words = ROUTERS[name]
+    fn, inputs = layer(form, route=route)
+    outcome = run(fn, inputs)
+    assert (outcome.count(EXPERTS), outcome.count(ROUTE)) == (1, 1), outcome.found.route
+    assert outcome.found.route.words() == words
+    assert outcome.count(torch.ops.aten.topk.default) == 0
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ROUTERS)
+def test_choices_and_weights_of_routers(name: str) -> None:
+    """Both are used outside as well; every row of a larger batch agrees."""
+    route, _ = ROUTERS[name]
+
+    def fn(x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor) -> Any:
+        choice, weight = route(logits)
+        order = choice.argsort(dim=-1)  # deepseek asks for no order
+        return (
+            batched(x, choice, weight, Weights(gate_up, down), Parts()), choice.gather(1, order), weight.gather(1, order),
+        )  # fmt: skip
+
+    _, inputs = layer()
+    rows = 200
+    inputs[:2] = [torch.randn(rows, H), torch.randn(rows, E)]
+    outcome = run(fn, inputs)
+    assert outcome.count(ROUTE) == 1, outcome.found.route
+
+
+@torch.no_grad()
+def test_weights_come_from_unbiased_scores() -> None:
+    """Sigmoids near 1e-8 behind biases near 12 survive."""
+    fn, inputs = layer(route=route_deepseek(torch.tensor([12.0, 11.0, 12.5, 11.5])))
+    inputs[1] = torch.randn(N, E) - 18
+    outcome = run(fn, inputs)
+    assert outcome.count(ROUTE) == 1
+    wide = [x.double() for x in inputs]
+    exact = layer(route=route_deepseek(torch.tensor([12.0, 11.0, 12.5, 11.5]).double()), dtype=torch.float64)[0](*wide)
+    assert ((outcome.gm(*inputs).double() - exact).abs().max() / exact.abs().max()).item() < 1e-5
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("experts", "top_k"), [(60, 4), (8, 1), (128, 8)])
+def test_any_number_of_experts_and_choices(experts: int, top_k: int) -> None:
+    def fn(x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor) -> Any:
+        weight, choice = torch.topk(F.softmax(logits, -1), top_k)
+        weight /= weight.sum(-1, keepdim=True)
+        ids = choice.reshape(-1).clamp(0, experts - 1)
+        value = gate_silu(torch.bmm(gate_up[ids], x.repeat_interleave(top_k, 0).unsqueeze(-1)).squeeze(-1))
+        value = torch.bmm(down[ids], value.unsqueeze(-1)).squeeze(-1) * weight.reshape(-1).unsqueeze(-1)
+        return value.view(-1, top_k, H).sum(1)
+
+    given = [torch.randn(7, H), torch.randn(7, experts), torch.randn(experts, 2 * INNER, H), torch.randn(experts, H, INNER)]
+    outcome = run(fn, given, atol=1e-4)
+    assert (outcome.count(EXPERTS), outcome.count(ROUTE)) == (1, 1)
+    assert (outcome.found.experts.experts, outcome.found.experts.top_k) == (experts, top_k)
+
+
+def leaky_scores(logits: Tensor) -> tuple[Tensor, Tensor]:
+    scores = F.softmax(logits, -1)
+    weight, choice = torch.topk(scores, K)
+    return choice, weight * (1 + 0 * scores.sum())
+
+
+def divided_by_more(logits: Tensor) -> tuple[Tensor, Tensor]:
+    weight, choice = torch.topk(F.softmax(logits, -1), K)
+    return choice, weight / weight.amax(-1, keepdim=True)
+
+
+def other_scores(logits: Tensor) -> tuple[Tensor, Tensor]:
+    choice = torch.topk(logits, K)[1]
+    return choice, F.softmax(logits * 2, -1).gather(1, choice)
+
+
+def masked_scores(logits: Tensor) -> tuple[Tensor, Tensor]:
+    scores = F.softmax(logits, -1)
+    weight, choice = torch.topk(scores.masked_fill(logits > 1, float("-inf")), K)
+    return choice, weight
+
+
+def smallest(logits: Tensor) -> tuple[Tensor, Tensor]:
+    weight, choice = torch.topk(F.softmax(logits, -1), K, largest=False)
+    return choice, weight
+
+
+def tanh_scores(logits: Tensor) -> tuple[Tensor, Tensor]:
+    weight, choice = torch.topk(torch.tanh(logits), K)
+    return choice, weight
+
+
+def scaled_bias(logits: Tensor) -> tuple[Tensor, Tensor]:
+    scores = logits.sigmoid()
+    choice = torch.topk(scores + scores * 0.5, K)[1]
+    return choice, scores.gather(1, choice)
+
+
+KEPT: dict[str, tuple[Callable[[Tensor], tuple[Tensor, Tensor]], str]] = {
+    "weights of another router": (leaky_scores, "routing weights come from aten.mul"),
+    "another normalisation": (divided_by_more, "divided by something other than their sum"),
+    "a choice by other scores": (other_scores, "over other scores than those that the weights come from"),
+    "masked scores": (masked_scores, "masked by something other than the choice of groups"),
+    "the smallest": (smallest, "not the largest of [N, E]"),
+    "an unknown score": (tanh_scores, "scores come from aten.tanh"),
+    "a bias that is none": (scaled_bias, "not one bias for each expert"),
+    "groups filled with zeros": (route_deepseek(BIAS, 2, 1, fill=0.0), "experts of other groups count as 0.0"),
+    "tiled groups": (route_deepseek(BIAS, 2, 1, across=True), "not spread over the experts of each group"),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_unproven_routers_stay_in_front_of_rewritten_experts(name: str) -> None:
+    route, reason = KEPT[name]
+    outcome = run(*layer(route=route))
+    assert (outcome.hits, outcome.count(EXPERTS), outcome.count(ROUTE)) == (1, 1, 0)
+    assert reason in outcome.found.route.reason
+
+
+def test_a_router_whose_scores_are_an_output() -> None:
+    def fn(x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor) -> Any:
+        scores = F.softmax(logits, -1)
+        weight, choice = torch.topk(scores, K)
+        return batched(x, choice, weight, Weights(gate_up, down), Parts()), scores
+
+    outcome = run(fn, layer()[1])
+    assert (outcome.count(EXPERTS), outcome.count(ROUTE)) == (1, 0)
+    assert "outside the region" in outcome.found.route.reason
+
+
+def test_a_choice_from_another_router_than_the_weights() -> None:
+    def fn(x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor) -> Any:
+        choice, _ = route_olmoe(logits.flip(-1))
+        _, weight = route_mixtral(logits)
+        return batched(x, choice, weight, Weights(gate_up, down), Parts())
+
+    outcome = run(fn, layer()[1])
+    assert (outcome.count(EXPERTS), outcome.count(ROUTE)) == (1, 0)
+    assert "not from the scores of the chosen experts" in outcome.found.route.reason
+
+
+def test_scores_in_bfloat16_stay_as_traced() -> None:
+    """Rounded scores tie where float32 ones do not."""
+
+    def route(logits: Tensor) -> tuple[Tensor, Tensor]:
+        weight, choice = torch.topk(F.softmax(logits, -1), K)
+        return choice, weight
+
+    outcome = run(*layer(route=route, dtype=torch.bfloat16), atol=0.1)
+    assert (outcome.count(EXPERTS), outcome.count(ROUTE)) == (1, 0)
+    assert "scores are computed in torch.bfloat16" in outcome.found.route.reason
+
+
+def test_on_cpu_a_proven_router_keeps_its_top_k() -> None:
+    """All experts tie here, and PyTorch's top-k does not take the first ones on CPU: the rewritten forward must not differ."""
+    fn, inputs = layer()
+    inputs[1].zero_()
+    outcome = run(fn, inputs, lowering="auto")
+    assert (outcome.count(EXPERTS), outcome.count(ROUTE)) == (1, 0)
+    assert "ties" in outcome.found.kept
+    assert outcome.found.route.words() == "top 2 of softmax, renormalised"
+
+
+def test_layers_that_the_kernel_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU the operator would then run every expert on every row; the device is pretended."""
+    monkeypatch.setattr(detect_moe, "_on_gpu", lambda x: True)
+    monkeypatch.setattr(moe, "_why_no_kernel", lambda x: None)
+    fn, inputs = layer()
+    for rows, hits in ((moe.MAX_ROWS, 1), (moe.MAX_ROWS + 1, 0)):
+        inputs[:2] = torch.randn(rows, H), torch.randn(rows, E)
+        outcome = run(fn, inputs, lowering="auto")
+        assert (outcome.hits, outcome.count(EXPERTS), outcome.count(ROUTE)) == (hits, hits, hits)
+    assert "65 rows are more than 64" in outcome.reasons[0]
+    monkeypatch.setattr(moe, "_why_no_kernel", lambda x: "no Triton")
+    assert "no Triton" in run(*layer(), lowering="auto").reasons[0]
+
+
+def test_a_guard_keeps_symbolic_rows_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(detect_moe, "_on_gpu", lambda x: True)
+    monkeypatch.setattr(moe, "_why_no_kernel", lambda x: None)
+    fn, inputs = layer()
+    outcome = run(fn, inputs, lowering="auto", dynamic=[(0, 0), (1, 0)])
+    assert outcome.hits == 1
+    rows = next(iter(outcome.gm.graph.nodes)).meta["val"].shape[0]
+    guards = [str(guard.expr) for guard in rows.node.shape_env.guards]
+    assert any("64" in guard for guard in guards), guards
