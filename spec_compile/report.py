@@ -134,9 +134,17 @@ class MoeEntry:
 
     @classmethod
     def of(cls, found: MoeFound | Rejection, ordinal: int, limit: Limit | None = None) -> MoeEntry:
-        said = {} if limit is None else {"rule": limit.words(), "rule_note": limit.note}
+        rule, note = ("", "") if limit is None else (limit.words(), limit.note)
         if isinstance(found, Rejection):
-            return cls(found.layer or f"moe {ordinal}", "refused", found.reason, found.node, found.source or "", **said)
+            return cls(
+                found.layer or f"moe {ordinal}",
+                "refused",
+                found.reason,
+                found.node,
+                found.source or "",
+                rule=rule,
+                rule_note=note,
+            )
         experts, route, down = found.experts, found.route, tensor(found.experts.down)
         assert down is not None
         return cls(
@@ -144,7 +152,7 @@ class MoeEntry:
             hidden=experts.hidden, inner=experts.inner, activation=experts.activation,
             router="" if isinstance(route, Rejection) else route.words(),
             router_note=route.reason if isinstance(route, Rejection) else found.kept,
-            expert_bytes=3 * experts.hidden * experts.inner * down.element_size(), **said,
+            expert_bytes=3 * experts.hidden * experts.inner * down.element_size(), rule=rule, rule_note=note,
         )  # fmt: skip
 
     def words(self) -> str:
@@ -210,7 +218,8 @@ class RewriteReport:
         return [entry for entry in self.moes if entry.rule]
 
     def add_moes(self, found: list[Any], limits: list[Limit] | None = None) -> None:
-        start, given = len(self.moes), limits or [None] * len(found)
+        given: list[Limit | None] = [*limits] if limits else [None] * len(found)
+        start = len(self.moes)
         self.moes += [MoeEntry.of(item, start + place, limit) for place, (item, limit) in enumerate(zip(found, given))]
 
     def code(self, which: str = "after") -> str:

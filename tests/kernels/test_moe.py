@@ -626,3 +626,14 @@ class TestOnGpu:
             logits = ((torch.randn(64, experts) * 64).round() / 32).bfloat16()
             check_route("operator", logits, None, rule)
             assert why_no_route_kernel(logits.cuda(), rule.k) is None
+
+    @pytest.mark.parametrize("experts", [8, 60, 128])
+    def test_ties_end_as_those_of_topk(self, experts: int) -> None:
+        """A rewritten router sends tied rows where the source's own ``torch.topk`` sends them."""
+        k = experts // 8 + 1
+        logits = (torch.randn(64, experts, device="cuda") * 4).round() / 2
+        ours, _ = library.moe_route(logits, None, "softmax", k, False, 0.0, 1.0, 1, 1, "score_first")
+        wanted = torch.topk(torch.softmax(logits, -1), k)
+        boundary = torch.sort(logits, -1, descending=True).values
+        assert (boundary[:, k - 1] == boundary[:, k]).sum() > 10
+        assert torch.equal(ours.sort(-1).values, wanted.indices.sort(-1).values)
