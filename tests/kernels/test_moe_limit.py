@@ -147,6 +147,7 @@ def choices(found: list[Row]) -> list[list[int]]:
         (Rules(ratio=0.5000001), [7, -1, -1, -1]),
         (Rules(ratio=0.125), [7, 2, 5, 0]),
         (Rules(ratio=1.0), [7, -1, -1, -1]),
+        (Rules(ratio=2.0), [7, -1, -1, -1]),
         # Rules for rows look at what the model chose, not at what another rule left.
         (Rules(top_k=3, skip=2, beta=0.25), [7, 2, 5, -1]),
         (Rules(top_k=2, skip=1, beta=0.0624), [7, 2, -1, -1]),
