@@ -255,11 +255,13 @@ def _bar(show: bool) -> Iterator[Callable[[str, int], None]]:
         from rich.progress import Progress
     except ImportError:
         show = False
-    if not show:
+    # Where nobody watches, the bar would still leave empty lines.
+    console = Console(stderr=True) if show else None
+    if console is None or not console.is_terminal:
         yield lambda stage, total: None
         return
     tasks: dict[str, Any] = {}
-    with Progress(console=Console(stderr=True), transient=True) as bar:
+    with Progress(console=console, transient=True) as bar:
 
         def tick(stage: str, total: int) -> None:
             if stage not in tasks:

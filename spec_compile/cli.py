@@ -1,4 +1,4 @@
-"""Command line: ``spec-compile demo`` and ``spec-compile explain MODEL``. Every command takes ``--json FILE``."""
+"""Command line: ``spec-compile demo``, ``explain MODEL`` and ``calibrate MODEL``. Every command takes ``--json FILE``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
 
     demo = commands.add_parser("demo", help="decode real prompts with greedy, prompt lookup, and prompt lookup through us")
-    demo.add_argument("--model", type=Path, help="model folder or GGUF file; default SmolLM2-135M-Instruct")
+    demo.add_argument(
+        "--model", type=Path, help="model folder or GGUF file, or moe (small mixture); default SmolLM2-135M-Instruct"
+    )
     demo.add_argument("--new-tokens", type=int, default=96, help="tokens to generate per prompt (default 96)")
     demo.add_argument("--drafts", type=int, default=8, help="drafts per verify (default 8)")
     demo.add_argument("--source-tokens", type=int, default=3000, help="tokens of Python source to continue (default 3000)")
@@ -36,7 +38,28 @@ def build_parser() -> argparse.ArgumentParser:
     explain.add_argument("--plan", type=Path, help="sparsity plan (JSON)")
     explain.add_argument("--graph", choices=("before", "after"), help="print the graph instead of the table")
 
-    for command in (demo, explain):
+    calibrate = commands.add_parser("calibrate", help="make a plan that skips experts of a mixture, and measure what it costs")
+    calibrate.add_argument("model", type=Path, metavar="MODEL_DIR_OR_GGUF")
+    calibrate.add_argument(
+        "--texts", type=Path, nargs="+", required=True, metavar="FILE", help="UTF-8 texts, a quarter is held out"
+    )
+    calibrate.add_argument("--out", type=Path, required=True, metavar="PLAN.json", help="where to save the plan")
+    calibrate.add_argument(
+        "--skip", type=int, help="experts of a row that may be dropped, below the median share (3 if no rule is given)"
+    )
+    calibrate.add_argument("--ratio", type=float, help="drop experts below this share of the row's top weight")
+    calibrate.add_argument("--top-k", type=int, help="experts a row keeps")
+    calibrate.add_argument("--expert-budget", type=int, help="distinct experts over the rows of a step")
+    calibrate.add_argument("--substitute", action="store_true", help="replace what the budget drops by experts within it")
+    calibrate.add_argument("--draft-len", type=int, default=8, help="drafts per verify (default 8)")
+    calibrate.add_argument("--window", type=int, default=512, help="tokens of a window (default 512)")
+    calibrate.add_argument(
+        "--limit-kl", type=float, default=0.05, help="KL divergence that the plan may have, nats (default 0.05)"
+    )
+    calibrate.add_argument("--limit-flips", type=float, default=0.05, help="share of top tokens that may change (default 0.05)")
+    calibrate.add_argument("--force", action="store_true", help="save a plan past its limits, too")
+
+    for command in (demo, explain, calibrate):
         command.add_argument("--json", type=Path, metavar="FILE", help="write the numbers that were printed")
     return parser
 
@@ -67,6 +90,36 @@ def run_explain(args: argparse.Namespace) -> dict[str, Any]:
     return report.to_dict()
 
 
+def run_calibrate(args: argparse.Namespace) -> dict[str, Any]:
+    from spec_compile.calibrate import moe_calibrate, words
+    from spec_compile.loading import load_model
+    from spec_compile.plan import SparsityPlan
+
+    if not args.out.resolve().parent.is_dir():
+        raise SpecCompileError(f"--out {args.out}: no such folder")
+    texts = []
+    for path in args.texts:
+        try:
+            texts.append(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise SpecCompileError(f"--texts {path}: {getattr(error, 'strerror', None) or error}") from None
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    rules = (args.skip, args.ratio, args.top_k, args.expert_budget)
+    model, tokenizer = load_model(args.model)
+    moe = moe_calibrate(
+        model, texts, 3 if all(rule is None for rule in rules) else args.skip, tokenizer=tokenizer, ratio=args.ratio,
+        top_k=args.top_k, expert_budget=args.expert_budget, substitute=args.substitute, draft_len=args.draft_len,
+        window=args.window, limit_kl=args.limit_kl, limit_flips=args.limit_flips, force=args.force,
+    )  # fmt: skip
+    plan = SparsityPlan(moe=moe)
+    plan.save(args.out)
+    assert moe.calibration is not None
+    print(f"{args.out}: {words(moe.calibration)}")
+    return plan.to_dict()
+
+
 def run_demo(args: argparse.Namespace) -> dict[str, Any]:
     try:
         from spec_compile.demo import run
@@ -81,7 +134,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if args.json is not None and not args.json.resolve().parent.is_dir():
             raise SpecCompileError(f"--json {args.json}: no such folder")
-        result = {"demo": run_demo, "explain": run_explain}[args.command](args)
+        result = {"demo": run_demo, "explain": run_explain, "calibrate": run_calibrate}[args.command](args)
         if args.json is not None:
             write_json(args.json, result)
     except SpecCompileError as error:

@@ -20,7 +20,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import spec_compile.report
 from spec_compile.errors import OptionsError
-from spec_compile.loading import load_model, smollm2_path
+from spec_compile.loading import load_model, smollm2_path, tiny_moe_path
 from spec_compile.models.cache import VerifyCache
 
 METHODS = ("greedy", "prompt_lookup", "spec_compile")
@@ -165,7 +165,7 @@ def run(model_path: Path | None, new_tokens: int, drafts: int, source_tokens: in
     warnings.filterwarnings("ignore", category=UserWarning)
     console = Console()
     begin = time.perf_counter()
-    path = model_path or smollm2_path()
+    path = tiny_moe_path() if str(model_path) == "moe" else model_path or smollm2_path()
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
@@ -234,7 +234,11 @@ def _summarise(model: Any, prompts: list[tuple[str, Tensor]], runs: dict[str, li
         "graphs_compiled": len(verify),
         "attention_layers_rewritten": len(last.rewritten) if last else 0,
         "attention_layers_refused": len(last.refused) if last else 0,
-        "refusals": sorted({entry.reason for report in verify for entry in report.refused}),
+        "moe_layers_rewritten": sum(entry.status == "rewritten" for entry in last.moes) if last else 0,
+        "moe_layers_refused": sum(entry.status == "refused" for entry in last.moes) if last else 0,
+        "refusals": sorted(
+            {entry.reason for report in verify for entry in [*report.refused, *report.moes] if entry.status == "refused"}
+        ),
         "text": {name: runs["spec_compile"][i].tokens for i, (name, _) in enumerate(prompts)},
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
@@ -259,6 +263,8 @@ def _print(console: Console, result: dict[str, Any], tokenizer: Any) -> None:
         table.add_row(LABELS[method], *summary, *cells)
     console.print(table)
     layers = f"{result['attention_layers_rewritten']} attention layers rewritten, {result['attention_layers_refused']} refused"
+    if result["moe_layers_rewritten"] + result["moe_layers_refused"]:
+        layers += f", {result['moe_layers_rewritten']} MoE layers rewritten, {result['moe_layers_refused']} refused"
     compiled = f"{result['graphs_compiled']} graphs compiled in {result['compile_seconds']:.0f} s"
     console.print(f"{layers}; {compiled}; whole demo {result['seconds_total']:.0f} s", highlight=False)
     for reason in result["refusals"]:

@@ -33,6 +33,20 @@ def smollm2_path() -> Path:
     )
 
 
+def tiny_moe_path() -> Path:
+    """The small trained mixture of experts of the repository, ``benchmarks/assets/tiny-moe``.
+
+    Raises:
+        OptionsError: this is an installation without the repository around it.
+    """
+    path = Path(__file__).resolve().parents[1] / "benchmarks" / "assets" / "tiny-moe"
+    if (path / "config.json").is_file():
+        return path
+    raise OptionsError(
+        "--model moe: the small mixture lies in the repository only; run from a clone of it, or pass a model folder"
+    )
+
+
 def _source(path: Path) -> tuple[str, dict[str, Any]]:
     if path.is_file() and path.suffix == ".gguf":
         return str(path.parent), {"gguf_file": path.name}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 
 pytest.importorskip("transformers", minversion="5.17")
 
+import spec_compile as sc
 from spec_compile import cli
 from spec_compile._version import __version__
 from spec_compile.errors import SpecCompileError
@@ -297,3 +299,48 @@ def test_demo_without_its_dependencies_says_what_to_install(
 def test_demo_on_a_device_that_is_not_there(device: str, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("rich")
     assert f"--device {device}" in failing(capsys, "demo", "--device", device)
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random mixture of one layer, with a tokenizer."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    path = tmp_path_factory.mktemp("mixture")
+    assets = Path(__file__).parents[1] / "benchmarks" / "assets" / "tiny-moe"
+    config = AutoConfig.from_pretrained(assets, num_hidden_layers=1)
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(assets / file, path)
+    return path
+
+
+def test_calibrate_saves_a_plan_that_was_measured(mixture: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text, plan, numbers = tmp_path / "text.py", tmp_path / "plan.json", tmp_path / "numbers.json"
+    text.write_text(Path(__file__).read_text(encoding="utf-8")[:2000], encoding="utf-8")
+    argv = ["calibrate", str(mixture), "--texts", str(text), "--out", str(plan), "--window", "64", "--draft-len", "3"]
+    assert cli.main([*argv, "--ratio", "0.9", "--limit-kl", "0", "--force", "--json", str(numbers)]) == 0
+    saved = sc.SparsityPlan.load(plan)
+    assert saved.moe is not None and saved.moe.ratio == 0.9 and saved.moe.skip is None
+    found = saved.moe.calibration
+    assert found is not None and found.forced and found.kl > 0 and 1 <= found.kept < found.chosen == 4
+    assert json.loads(numbers.read_text())["moe"]["calibration"]["kl"] == found.kl
+    assert f"KL {found.kl:.4f} nats" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--texts", "nowhere.txt"], "--texts nowhere.txt: No such file or directory"),
+        (["--out", "nowhere/plan.json"], "--out nowhere/plan.json: no such folder"),
+        (["--skip", "4"], "skip must lie in 1..3, a row has 4 experts, got 4"),
+    ],
+)
+def test_calibrate_errors_name_the_argument(
+    flags: list[str], message: str, mixture: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "text.py"
+    text.write_text("x = 1\n" * 400, encoding="utf-8")
+    argv = ["calibrate", str(mixture), "--texts", str(text), "--out", str(tmp_path / "plan.json"), "--window", "64"]
+    assert message in failing(capsys, *argv, *flags)
+    assert not (tmp_path / "plan.json").exists()
