@@ -296,7 +296,8 @@ def test_the_search_agrees_with_sorting(blocks: int, heads: str, joint: bool, ki
     mask[0, ..., 40:48] = False
     lists, position = library.live_blocks(mask, 8), torch.tensor([max(start, 0), max(start - 9, 0)])
     c = Case(torch.ones(2, 4, 2, 8), torch.empty(2, 2, 0, 8), torch.empty(0), lists, position, scores)
-    for tokens in (0, 8, 8 * (blocks // 7), 8 * (blocks - 9), 8 * blocks) if blocks < 1000 else (0, 8 * (blocks // 7)):
+    some, most = 8 * (blocks // 7), 8 * (blocks - 9)
+    for tokens in (0, 8, some, most, 8 * blocks) if blocks < 100 else (some, most) if blocks < 1000 else (0, some):
         rule = Rule(heads=heads, joint=joint, tokens=tokens, share=0.0 if tokens else 1e-9)
         wanted = select(c, rule, "reference", 8)
         for found, same in zip(select(c, rule, "triton", 8), wanted, strict=True):
