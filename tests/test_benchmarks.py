@@ -117,3 +117,40 @@ def test_pick_stays_within_the_contest(benchmarks: Any) -> None:
     chosen = selection.pick(torch.randn(5, 2, 11), allowed, 3)
     assert chosen.sum(-1).eq(3).all() and not chosen[..., ~allowed].any()
     assert selection.pick(torch.randn(2, 11), allowed, 99).sum(-1).eq(8).all()
+
+
+@pytest.fixture
+def moe_quality(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    import moe_quality
+
+    yield moe_quality
+    sys.modules.pop("moe_quality", None)
+
+
+def test_experts_are_counted_as_they_reach_the_kernel(moe_quality: Any) -> None:
+    model = build("qwen3_moe", FAMILIES["qwen3_moe"].implementations[0])
+    texts = [torch.randint(3, VOCAB, (40 + 2 * ROWS + 1,)) for _ in range(2)]
+    exact, counter = moe_quality.run(model, texts, None, 40, ROWS)
+    layers, chosen = model.config.num_hidden_layers, model.config.num_experts_per_tok
+    assert [len(part) for part in exact] == [2 * ROWS] * 2
+    assert (counter.calls, counter.rows, counter.kept) == (4 * layers, 4 * layers * ROWS, 4 * layers * ROWS * chosen)
+    _, least = moe_quality.run(model, texts, sc.MoePlan(top_k=1), 40, ROWS)
+    assert least.kept == least.rows == counter.rows and least.distinct < counter.distinct
+    _, budgeted = moe_quality.run(model, texts, sc.MoePlan(expert_budget=2), 40, ROWS)
+    # Only the rows' top experts may be more than the budget.
+    assert least.distinct <= budgeted.distinct < counter.distinct
+    assert moe_quality.compare(exact, exact, texts, 40, ROWS) == {"kl": 0.0, "flips": 0.0, "dnll": 0.0, "agreeing": ROWS}
+
+
+def test_agreeing_rows_end_at_the_first_flip(moe_quality: Any) -> None:
+    logits = torch.tensor([[2.0, 1.0]]).repeat(8, 1)
+    flipped = logits.clone()
+    flipped[[2, 3, 4]] = flipped[[2, 3, 4]].flip(-1)
+    a, b = logits.double().log_softmax(-1), flipped.double().log_softmax(-1)
+    found = moe_quality.compare([a], [b], [torch.zeros(10, dtype=torch.int64)], 1, 4)
+    # Steps of four rows: two agree in front of the flip, then none.
+    assert found["flips"] == 3 / 8 and found["agreeing"] == (2 + 0) / 2
+    p = a[0].exp()
+    assert found["kl"] == pytest.approx(3 / 8 * float((p * (p / p.flip(-1)).log()).sum()))
+    assert found["dnll"] == pytest.approx(3 / 8)
