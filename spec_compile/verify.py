@@ -175,7 +175,7 @@ class VerifyFunction:
                     "SparsityPlan(moe=...)"
                 )
             raise OptionsError(
-                "sparse=True, but the plan is exact: give attention=AttentionPlan(...) a budget, or moe=MoePlan(...) a top_k, an "
+                "sparse=True needs a plan that is not exact: give attention=AttentionPlan(...) a budget, or moe=MoePlan(...) a top_k, an "
                 "expert_budget, a ratio or a beta above 0"
             )
         if input_ids.dim() != 2 or input_ids.dtype not in (torch.int64, torch.int32):
