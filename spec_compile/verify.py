@@ -175,8 +175,8 @@ class VerifyFunction:
                     "SparsityPlan(moe=...)"
                 )
             raise OptionsError(
-                "sparse=True needs a plan that is not exact: give attention=AttentionPlan(...) a budget, or moe=MoePlan(...) a top_k, an "
-                "expert_budget, a ratio or a beta above 0"
+                "sparse=True needs a plan that is not exact: give attention=AttentionPlan(...) a budget, or moe=MoePlan(...) "
+                "a top_k, an expert_budget, a ratio or a beta above 0"
             )
         if input_ids.dim() != 2 or input_ids.dtype not in (torch.int64, torch.int32):
             raise OptionsError(f"input_ids must be int64 [B, T], got {input_ids.dtype} {list(input_ids.shape)}")
