@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from spec_compile.passes.nodes import argument, aten, is_call, mutated_arguments, packet, same, shape, tensor
+from spec_compile.passes.nodes import argument, aten, is_call, keeps_values, mutated_arguments, packet, same, shape
 
 VIEWS = (aten.view, aten.reshape, aten._unsafe_view, aten.unsqueeze, aten.squeeze, aten.flatten, aten.unflatten)
 SWAPS = (aten.transpose, aten.swapaxes, aten.permute, aten.mT)
@@ -28,10 +28,7 @@ _GATES = (aten.silu, aten.gelu, aten.relu, aten.sigmoid, aten.tanh)
 
 def is_view(node: Any) -> bool:
     """Whether a call gives the values of its first argument another shape: not another dtype, and not in place."""
-    if not is_call(node, *VIEWS) or mutated_arguments(node):
-        return False
-    given, made = tensor(node.args[0]), tensor(node)
-    return given is not None and made is not None and given.dtype == made.dtype
+    return is_call(node, *VIEWS) and keeps_values(node)
 
 
 @dataclass(frozen=True)

@@ -146,6 +146,12 @@ def mutated_arguments(node: Node) -> list[Node]:
     return found
 
 
+def keeps_values(node: Any) -> bool:
+    """Whether a view or copy shows the values of its first argument: no other dtype over their bits, and not in place."""
+    given, made = tensor(node.args[0]), tensor(node)
+    return given is not None and made is not None and given.dtype == made.dtype and not mutated_arguments(node)
+
+
 # Functional writes return the written tensor: a reader of the result reads the cache after the write.
 FUNCTIONAL_WRITES = (aten.index_copy, aten.index_put, aten.scatter, aten.slice_scatter, aten.copy, aten._index_put_impl)
 # Their schemas do not say that the result may be a view.

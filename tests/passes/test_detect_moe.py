@@ -835,6 +835,30 @@ def test_views_as_another_dtype_are_no_views() -> None:
     check_refused(*layer(route=bit_weights), "routing weights are torch.int32")
 
 
+@pytest.mark.parametrize(
+    ("of_scores", "of_weights", "proven"),
+    [
+        (lambda s: s.half().float(), lambda w: w, True),
+        (lambda s: s.half().view(torch.bfloat16).float(), lambda w: w, False),
+        (lambda s: s, lambda w: w.half().view(torch.bfloat16).float(), False),
+        (lambda s: s, lambda w: w.unsqueeze_(0).squeeze(0), False),
+    ],
+)
+def test_attention_does_not_look_through_them_either(
+    of_scores: Callable[[Tensor], Tensor], of_weights: Callable[[Tensor], Tensor], proven: bool
+) -> None:
+    def fn(q: Tensor, new: Tensor, keys: Tensor, values: Tensor, at: Tensor) -> Tensor:
+        keys.index_copy_(2, at, new)
+        values.index_copy_(2, at, new)
+        return of_weights(of_scores(q @ keys.transpose(2, 3)).softmax(-1)) @ values
+
+    given = [torch.randn(1, 2, 3, 8), torch.randn(1, 2, 3, 8), torch.randn(1, 2, 20, 8), torch.randn(1, 2, 20, 8)]
+    gm, ctx = trace(fn, [*given, torch.arange(3)]), PassContext()
+    run_passes(gm, ctx, RewriteReport())
+    [found] = ctx.attentions
+    assert bool(found) == proven, found
+
+
 @torch.no_grad()
 def test_operands_whose_shape_is_changed_in_place() -> None:
     """The call that changes the shape stays where it is, whatever reads the operand."""
