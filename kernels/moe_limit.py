@@ -98,7 +98,9 @@ def moe_limit_reference(
             found = order.gather(-1, turn.clamp(max=experts - 1))
             new = out_of_set & (turn < free.sum(-1, keepdim=True))
             before = (value.gather(-1, torch.where(routed, choice, 0).long()) * routed).sum(-1, keepdim=True)
-            out = torch.where(new, value.gather(-1, found) * (total / before), out)
+            # A row whose scores all underflow has no sum to share: its substitutes weigh nothing, too.
+            scale = torch.where(before == 0, 0, total / before)
+            out = torch.where(new, value.gather(-1, found) * scale, out)
             ids = torch.where(new, found.to(choice.dtype), choice)
             out_of_set = out_of_set & ~new
         keep = keep & ~out_of_set

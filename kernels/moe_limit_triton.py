@@ -113,7 +113,9 @@ def _limit_kernel(
             contest = logits
             if HAS_BIAS:
                 contest = score + tl.load(BIAS + e, mask=e < EXPERTS, other=0.0).to(tl.float32)[None, :]
-            scale = tl.div_rn(total, tl.sum(tl.where((held & _ROUTED) != 0, score, 0.0), 1))
+            scored = tl.sum(tl.where((held & _ROUTED) != 0, score, 0.0), 1)
+            # A row whose scores all underflow has no sum to share: its substitutes weigh nothing, too.
+            scale = tl.where(scored == 0, 0.0, tl.div_rn(total, scored))
             free = tl.where(inside[None, :] & ((held & _KEPT) == 0), ordered_bits(contest), 0)
             missing = tl.sum(outside.to(tl.int32), 1)
             turn = _before(outside, rank)

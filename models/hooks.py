@@ -66,7 +66,12 @@ def prepare(model: Any) -> Any:
             f"{type(model).__name__} does not accept attention hooks: it does not use transformers' attention interface"
         )
     setattr(model, _PREVIOUS, before)
-    _prepare_experts(model)
+    try:
+        _prepare_experts(model)
+    except BaseException:
+        # Whole or not at all: attention is switched already.
+        restore(model)
+        raise
     return model
 
 
@@ -82,8 +87,9 @@ def _prepare_experts(model: Any) -> None:
     if "deepgemm_megamoe" in before.values():  # holds its weights in a layout of its own
         return
     on_cuda = any(module.down_proj.is_cuda for module in experts)
-    model.set_experts_implementation("grouped_mm" if on_cuda and availability.why_no_triton() is not None else NAME)
+    # First, so that a switch that stops half-way can be undone.
     setattr(model, _PREVIOUS_EXPERTS, before)
+    model.set_experts_implementation("grouped_mm" if on_cuda and availability.why_no_triton() is not None else NAME)
 
 
 def _experts(model: Any) -> list[Any]:
@@ -109,8 +115,9 @@ def restore(model: Any) -> Any:
     model.set_attn_implementation(getattr(model, _PREVIOUS))
     delattr(model, _PREVIOUS)
     if hasattr(model, _PREVIOUS_EXPERTS):
-        model.set_experts_implementation(getattr(model, _PREVIOUS_EXPERTS))
+        experts = getattr(model, _PREVIOUS_EXPERTS)
         delattr(model, _PREVIOUS_EXPERTS)
+        model.set_experts_implementation(experts)
     return model
 
 
@@ -189,12 +196,16 @@ def _activation(module: Any) -> str | None:
     from transformers.integrations.moe import _default_apply_gate
     from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
-    if not module.has_gate:
+    if not module.has_gate or "_apply_gate" in module.__dict__:
         return None
     gate = type(module)._apply_gate
     if gate is GptOssExperts._apply_gate:
         return "swiglu_oai"
     if gate is not _default_apply_gate:
         return None
-    kind = type(module.act_fn)
+    act = module.act_fn
+    kind = type(act)
+    # What its class computes says nothing where an instance was given another forward, or hooks.
+    if isinstance(act, torch.nn.Module) and ("forward" in act.__dict__ or act._forward_hooks or act._forward_pre_hooks):
+        return None
     return _ACTIVATIONS.get(f"{kind.__module__}.{kind.__qualname__}")

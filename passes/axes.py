@@ -15,7 +15,7 @@ from typing import Any
 
 from torch.fx import Node
 
-from spec_compile.passes.nodes import aten, is_call, packet, same, shape, tensor
+from spec_compile.passes.nodes import aten, is_call, keeps_values, packet, same, shape, tensor
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def is_noop_cast(node: Node) -> bool:
 def base_of(node: Node) -> tuple[Node, list[Node]]:
     """Walk up through views, copies and broadcasts; returns the base and the path from it down to ``node``."""
     path: list[Node] = []
-    while packet(node) in VIEWS or is_noop_slice(node) or is_noop_cast(node):
+    while (packet(node) in VIEWS and keeps_values(node)) or is_noop_slice(node) or is_noop_cast(node):
         if not isinstance(node.args[0], Node):
             break
         path.append(node)

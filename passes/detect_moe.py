@@ -31,7 +31,7 @@ from spec_compile.passes.expert_pairs import ROUTE
 from spec_compile.passes.moe_experts_match import EXPERTS, ExpertsMatch, find_experts, match_experts
 from spec_compile.passes.moe_route_match import RouteMatch, match_route
 from spec_compile.passes.nodes import ancestors, aten, fake_mode, mutated_arguments, shape, source_line, tensor
-from spec_compile.passes.regions import storage, writes_by_storage
+from spec_compile.passes.regions import storage, why_untraceable, writes_by_storage
 
 
 @dataclass(frozen=True)
@@ -54,10 +54,11 @@ class DetectMoe(Pass):
         report = self.report()
         anchors, products = find_experts(gm.graph)
         writes = writes_by_storage(gm.graph) if anchors else {}
+        untraceable = why_untraceable(gm.graph) if anchors else None
         routers = 0
         for anchor in anchors:
             # One after the other: the output of one layer may be the input of the next.
-            experts = match_experts(anchor, products, writes)
+            experts = match_experts(anchor, products, writes, untraceable)
             if isinstance(experts, ExpertsMatch):
                 experts = _unless_slow(experts, ctx)
             if isinstance(experts, Rejection):
@@ -154,7 +155,8 @@ def _take_over(old: Node, new: Node, writes: dict[Node, list[Node]]) -> None:
     found = writes.get(storage(old), [])
     later = [node for node in found if old < node]
     if later:
-        writes[storage(old)], writes[storage(new)] = [node for node in found if node <= old], later
+        writes[storage(old)] = [node for node in found if node <= old]
+        writes[storage(new)] = sorted({*writes.get(storage(new), ()), *later})
     old.replace_all_uses_with(new)
 
 

@@ -16,7 +16,7 @@ from torch.fx import Node
 
 from spec_compile.kernels import library
 from spec_compile.passes.expert_gate import CASTS, Refusal
-from spec_compile.passes.expert_products import VIEWS
+from spec_compile.passes.expert_products import is_view
 from spec_compile.passes.nodes import argument, aten, is_call, same, shape, tensor
 
 assert library.moe_route is not None  # importing it registers the operators
@@ -32,6 +32,7 @@ class Pairs:
         start: the node that the match started from.
         experts: E. rows, top_k: N and K. S = N * K.
         ids: flat ids of the pairs in the order of the products. perm: that order, None for the natural one.
+        id_casts: casts of ids, not of values.
         region: nodes passed that belong to the experts alone. views: views of their operands.
     """
 
@@ -41,6 +42,7 @@ class Pairs:
     top_k: int = 0
     ids: Node | None = None
     perm: Node | None = None
+    id_casts: set[Node] = field(default_factory=set)
     region: dict[Node, None] = field(default_factory=dict)
     views: dict[Node, None] = field(default_factory=dict)
 
@@ -82,12 +84,13 @@ class Pairs:
     def _uncast_ids(self, node: Any, chain: list[Node]) -> Any:
         while is_call(node, *CASTS) and getattr(tensor(node), "dtype", None) in _EXACT_IDS:
             chain.append(node)
+            self.id_casts.add(node)
             node = node.args[0]
         return node
 
     def undo_sort(self, user: Any) -> None:
         """``pairs[inverse]`` must undo the sort."""
-        inverse: Any = user.args[1][0] if len(user.args[1]) == 1 else None
+        inverse: Any = user.args[1][0] if len(user.args[1]) == 1 and sizes_are(user, list(shape(user.args[0]))) else None
         if is_call(inverse, aten.argsort) and inverse.args[0] is self.perm and not argument(inverse, "descending", False):
             self.take(inverse)
             return
@@ -121,7 +124,7 @@ class Pairs:
         """The choice, proven to be in range."""
         found = self._choice_of(self.ids)
         node: Any = found
-        while is_call(node, *VIEWS) or self._is_id_cast(node):
+        while is_view(node) or self._is_id_cast(node):
             self.view(node)
             node = node.args[0]
         source, routed = item(node, 1), item(node, 0)
@@ -141,14 +144,17 @@ class Pairs:
     def _choice_of(self, node: Any) -> Node:
         """The choice ``[..., K]`` behind flat ids."""
         node = self._unclamped(node)
-        if self.perm is not None:
-            node = self._unclamped(node.args[0].args[0])
+        return self._choice_behind(node if self.perm is None else node.args[0].args[0])
+
+    def _choice_behind(self, node: Any) -> Node:
+        """The choice behind flat ids in natural order."""
+        node = self._unclamped(node)
         while True:
             before = node
             while self._is_id_cast(node):
                 self.view(node)
                 node = node.args[0]
-            if len(shape(node)) < 2 and is_call(node, *VIEWS):
+            if len(shape(node)) < 2 and is_view(node):
                 self.view(node)
                 node = node.args[0]
             node = self._unclamped(node)
@@ -161,7 +167,7 @@ class Pairs:
         found: Any = None
         while True:
             found = node if len(shape(node)) > 1 and same(shape(node)[-1], self.top_k) else found
-            if not is_call(node, *VIEWS):
+            if not is_view(node):
                 break
             self.view(node)
             node = node.args[0]
@@ -181,7 +187,7 @@ class Pairs:
             raise Refusal(node, "the factor on the experts' outputs is not one weight for each pair")
         if in_order:
             return self._pairs_of(node, "routing weights")
-        while is_call(node, *VIEWS):
+        while is_view(node):
             self.take(node)
             node = node.args[0]
         if not is_call(node, aten.index) or list(node.args[1]) != [self.perm]:
@@ -189,11 +195,19 @@ class Pairs:
         self.take(node)
         return self._pairs_of(node.args[0], "routing weights")
 
-    def bias(self, node: Any, other: Any) -> Node:
+    def _are_ids_in_order(self, node: Any) -> bool:
+        """Whether ``node`` is the pairs' ids in natural order, clamps aside."""
+        if self.perm is None:
+            return self.are_ids(node)
+        return self._unclamped(node) is not self.ids and self._choice_behind(node) is self._choice_of(self.ids)
+
+    def bias(self, node: Any, other: Any, in_order: bool) -> Node:
+        """``[E, ...]`` of which ``other`` holds one row for each pair, in the order that the pairs have at ``node``."""
         picked: Any = other
         if not is_call(picked, aten.index) or len(picked.args[1]) != 1 or len(shape(picked.args[0])) != 2:
             raise Refusal(node, "what is added to the experts' values is not a bias picked by expert")
-        if not self.are_ids(picked.args[1][0]):
+        ids = picked.args[1][0]
+        if not (self._are_ids_in_order(ids) if in_order else self.are_ids(ids)):
             raise Refusal(node, "the bias is picked by other ids than the weights")
         if not sizes_are(node, list(shape(picked))):
             raise Refusal(node, "the bias is not one for each pair")
@@ -203,11 +217,13 @@ class Pairs:
     def mask_nothing(self, node: Any) -> None:
         """A mask of ids at or above E, which no pair has."""
         mask: Any = node.args[1]
-        while is_call(mask, *VIEWS):
+        while is_view(mask):
             self.take(mask)
             mask = mask.args[0]
         if not is_call(mask, aten.ge) or not _at_most(self.experts, mask.args[1]) or not self.are_ids(mask.args[0]):
             raise Refusal(node, "experts' values are masked by something other than ids out of range")
+        if not sizes_are(node, list(shape(node.args[0]))):
+            raise Refusal(node, "a mask spreads the experts' values")
         self.take(node, mask)
 
     def gathered_rows(self, node: Any) -> Node:
@@ -228,11 +244,11 @@ class Pairs:
                 raise Refusal(node, f"x is repeated {times} times, there are {self.top_k} choices a row")
             self.take(node)
             return node.args[0]
-        if is_call(node, *VIEWS) and is_call(node.args[0], aten.expand):
+        if is_view(node) and is_call(node.args[0], aten.expand):
             wide = node.args[0]
             narrow = wide.args[0]
             grown = [self.rows, self.top_k, shape(node)[-1]]
-            if sizes_are(wide, grown) and sizes_are(narrow, [self.rows, 1, grown[2]]) and is_call(narrow, *VIEWS):
+            if sizes_are(wide, grown) and sizes_are(narrow, [self.rows, 1, grown[2]]) and is_view(narrow):
                 self.take(node, wide)
                 self.view(narrow)
                 return narrow.args[0]

@@ -9,20 +9,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.fx import Graph, Node
 
-from spec_compile.passes.nodes import argument, aten, is_call, packet, same, shape
+from spec_compile.passes.nodes import argument, aten, is_call, keeps_values, mutated_arguments, packet, same, shape
 
 VIEWS = (aten.view, aten.reshape, aten._unsafe_view, aten.unsqueeze, aten.squeeze, aten.flatten, aten.unflatten)
 SWAPS = (aten.transpose, aten.swapaxes, aten.permute, aten.mT)
 INPUTS = ("placeholder", "get_attr")
 _BMM = (aten.bmm, aten.matmul)
-# What may stand between the two products of an expert, in any spelling: enough to tell which products belong together.
+# What may stand between the two products of an expert besides elementwise calls, in any spelling.
 _INNER = (
-    *VIEWS, aten.silu, aten.gelu, aten.relu, aten.sigmoid, aten.tanh, aten.mul, aten.add, aten.sub, aten.div, aten.neg,
-    aten.clamp, aten.clamp_min, aten.clamp_max, aten.minimum, aten.maximum, aten.pow, aten.slice, aten.select, aten.chunk,
-    aten.split, aten.masked_fill, aten.to, aten._to_copy,
+    *VIEWS, aten.slice, aten.select, aten.chunk, aten.split, aten.masked_fill, aten.to, aten._to_copy, aten.relu6,
+    aten.hardswish, aten.celu, aten.selu,
 )  # fmt: skip
+_GATES = (aten.silu, aten.gelu, aten.relu, aten.sigmoid, aten.tanh)
+
+
+def is_view(node: Any) -> bool:
+    """Whether a call gives the values of its first argument another shape: not another dtype, and not in place."""
+    return is_call(node, *VIEWS) and keeps_values(node)
 
 
 @dataclass(frozen=True)
@@ -51,7 +57,15 @@ class Product:
 
 def find_products(graph: Graph) -> list[Product]:
     """Every product over stacked expert weights, in graph order."""
-    return [found for node in graph.nodes if (found := _product(node)) is not None]
+    products = [found for node in graph.nodes if (found := _product(node)) is not None]
+    if not any(product.form == "dense" for product in products):
+        return products
+    # A batched product by an input may be anything (a cache, say): only a gated pair of them is one of experts.
+    by_call = {product.call: product for product in products if product.form == "dense"}
+    gated: set[Node] = set()
+    for product in by_call.values():
+        gated.update(call for first in _gated_by(product, by_call) for call in (first.call, product.call))
+    return [product for product in products if product.form != "dense" or product.call in gated]
 
 
 def last_products(products: list[Product]) -> list[Product]:
@@ -59,15 +73,58 @@ def last_products(products: list[Product]) -> list[Product]:
     by_call = {product.call: product for product in products}
     first: set[Node] = set()
     for product in products:
-        seen, queue = {product.rows}, [product.rows]
-        while queue:
-            node = queue.pop()
-            if node in by_call:
-                first.add(node)
-            elif is_call(node, *_INNER) or getattr(node.target, "__name__", "") == "getitem":
-                queue += [parent for parent in node.all_input_nodes if parent not in seen]
-                seen.update(node.all_input_nodes)
+        first.update(node for node in _inside(product, by_call) if node in by_call and _same_choice(by_call[node], product))
     return [product for product in products if product.call not in first]
+
+
+def _inside(product: Product, by_call: dict[Node, Product]) -> set[Node]:
+    """What stands between the rows of a product and the products in front of it, those included."""
+    seen, queue = {product.rows}, [product.rows]
+    while queue:
+        node = queue.pop()
+        if node not in by_call and _is_inner(node):
+            queue += [parent for parent in node.all_input_nodes if parent not in seen]
+            seen.update(node.all_input_nodes)
+    return seen
+
+
+def _is_inner(node: Node) -> bool:
+    if isinstance(node.target, torch._ops.OpOverload):
+        return torch.Tag.pointwise in node.target.tags or is_call(node, *_INNER, *_GATES)
+    return getattr(node.target, "__name__", "") == "getitem"
+
+
+def _gated_by(product: Product, by_call: dict[Node, Product]) -> list[Product]:
+    """Dense products ``[E, ., 2I]`` whose activated halves are the rows of this one, ``[E, I, .]``."""
+    inside = _inside(product, by_call)
+    if not any(is_call(node, *_GATES) for node in inside) or not any(is_call(node, aten.mul) for node in inside):
+        return []
+    experts, inner = shape(product.weight)[:2]
+    firsts = [by_call[node] for node in inside if node in by_call]
+    return [
+        first for first in firsts
+        if first.call is not product.call and same(shape(first.weight)[0], experts) and same(shape(first.weight)[2], 2 * inner)
+    ]  # fmt: skip
+
+
+def _same_choice(first: Product, last: Product) -> bool:
+    """Whether both pick experts by one top-k, however it was sorted, counted or shifted."""
+    ours, theirs = _choices(first.key), _choices(last.key)
+    return not ours or not theirs or bool(ours & theirs)
+
+
+def _choices(key: Node) -> set[Node]:
+    """The nearest top-k calls behind what picks the experts."""
+    found: set[Node] = set()
+    seen, queue = {key}, [key]
+    while queue and len(seen) < 64:
+        node = queue.pop()
+        if is_call(node, aten.topk):
+            found.add(node)
+            continue
+        queue += [parent for parent in node.all_input_nodes if parent not in seen]
+        seen.update(node.all_input_nodes)
+    return found
 
 
 def _product(node: Node) -> Product | None:
@@ -113,10 +170,12 @@ def _batched(node: Node) -> Product | None:
         if right.op in INPUTS and not same(shape(right)[0], 1) and same(shape(left)[0], shape(right)[0]):
             return Product(node, "dense", left, right, True, right)
         return None
-    if not is_call(pad, *VIEWS) or len(shape(pad.args[0])) != 2 or not same(shape(pad)[1 if transposed else 2], 1):
+    if not is_view(pad) or len(shape(pad.args[0])) != 2 or not same(shape(pad)[1 if transposed else 2], 1):
         return None
     rows = pad.args[0]
     assert isinstance(rows, Node)
+    if not all(same(a, b) for a, b in zip(shape(rows), (shape(pad)[0], shape(pad)[2 if transposed else 1]))):
+        return Product(node, "batched_mm", pad, picked[0], transposed, picked[1], (gathered,))  # regroups the rows
     return Product(node, "batched_mm", rows, picked[0], transposed, picked[1], (gathered, pad))
 
 
@@ -124,7 +183,7 @@ def _grouped(node: Node) -> Product | None:
     rows, weight, offs = argument(node, _first_name(node)), argument(node, _second_name(node)), argument(node, "offs")
     if not (isinstance(rows, Node) and len(shape(rows)) == 2 and _is_stack(weight) and isinstance(offs, Node)):
         return None
-    if is_call(weight, *SWAPS) and _swaps_last_two(weight):
+    if is_call(weight, *SWAPS) and not mutated_arguments(weight) and _swaps_last_two(weight):
         return Product(node, "grouped_mm", rows, weight.args[0], False, offs, (), (weight,))
     return Product(node, "grouped_mm", rows, weight, True, offs)
 

@@ -16,7 +16,7 @@ from spec_compile.kernels import library
 from spec_compile.passes.base import Rejection
 from spec_compile.passes.expert_gate import CASTS, Gate, Refusal, match_gate, number
 from spec_compile.passes.expert_pairs import Pairs, sizes_are
-from spec_compile.passes.expert_products import INPUTS, VIEWS, Product, equation, find_products, last_products
+from spec_compile.passes.expert_products import INPUTS, Product, equation, find_products, is_view, last_products
 from spec_compile.passes.nodes import argument, aten, is_call, layer_name, packet, same, shape, source_line, tensor
 from spec_compile.passes.regions import why_open, why_stale, with_assertions
 
@@ -37,6 +37,7 @@ class ExpertsMatch:
         activation, interleaved, transposed, limit, alpha: as in :func:`spec_compile.kernels.library.moe_experts`.
         experts, top_k, hidden, inner: sizes E, K, H, I.
         region: nodes that go away. views: views of operands, which go if nobody else reads them.
+        casts: those of the region that cast values, not ids.
         layer: module path, if known.
     """
 
@@ -61,6 +62,7 @@ class ExpertsMatch:
     inner: int
     region: tuple[Node, ...] = ()
     views: tuple[Node, ...] = ()
+    casts: tuple[Node, ...] = ()
     layer: str | None = None
 
 
@@ -76,8 +78,13 @@ def _call(anchor: Node | Product) -> Node:
     return anchor.call if isinstance(anchor, Product) else anchor
 
 
-def match_experts(anchor: Node | Product, products: dict[Node, Product], writes: dict[Node, list[Node]]) -> Any:
-    """Prove the experts around ``anchor``: an :class:`ExpertsMatch`, or a :class:`Rejection` with layer and source line."""
+def match_experts(
+    anchor: Node | Product, products: dict[Node, Product], writes: dict[Node, list[Node]], problem: Rejection | None = None
+) -> Any:
+    """Prove the experts around ``anchor``: an :class:`ExpertsMatch`, or a :class:`Rejection` with layer and source line.
+
+    ``problem`` is a reason to refuse that holds for the graph as a whole.
+    """
     call = _call(anchor)
     try:
         found = (
@@ -86,7 +93,9 @@ def match_experts(anchor: Node | Product, products: dict[Node, Product], writes:
             else _marked(anchor)
         )
         _check_operands(found)
-        problem = _why_not_replaceable(found, writes)
+        _check_devices(found)
+        if problem is None:
+            problem = _why_not_replaceable(found, writes)
     except Refusal as refusal:
         problem = Rejection(refusal.reason, refusal.node.name)
     if problem is not None:
@@ -131,6 +140,8 @@ class _Walk:
         up, gate_up_bias = self._first_product(gate)
         x, choice = self._input(up), self.pairs.choice()
         gate_up, experts, inner = self._sizes(up)
+        if not same(shape(gate.source)[-1], 2 * inner):
+            raise Refusal(gate.source, f"gate and up are halves of {shape(gate.source)[-1]} values, expected {2 * inner}")
         if gate_up_bias is not None and shape(gate_up_bias) != (experts, 2 * inner):
             raise Refusal(gate_up_bias, "the first bias is not [E, 2I]")
         if down_bias is not None and shape(down_bias) != (experts, self.hidden):
@@ -138,8 +149,11 @@ class _Walk:
         return ExpertsMatch(
             down.call, down.form, output, x, choice, weight, gate_up, down.weight, gate_up_bias, down_bias, gate.activation,
             gate.interleaved, down.transposed, gate.limit, gate.alpha, experts, self.pairs.top_k, self.hidden, inner,
-            with_assertions(self.pairs.region), tuple(self.pairs.views), layer_name(down.call),
+            with_assertions(self.pairs.region), tuple(self.pairs.views), self._casts(), layer_name(down.call),
         )  # fmt: skip
+
+    def _casts(self) -> tuple[Node, ...]:
+        return tuple(node for node in self.pairs.region if is_call(node, *CASTS) and node not in self.pairs.id_casts)
 
     def _only_user(self, node: Node) -> Any:
         users = list(node.users)
@@ -177,13 +191,13 @@ class _Walk:
             if is_call(user, aten.index) and user.args[0] is node and not in_order:
                 self.pairs.undo_sort(user)
                 in_order = True
-            elif is_call(user, *VIEWS):
+            elif is_view(user):
                 if len(shape(user)) == 3 and not in_order:
                     raise Refusal(user, "pairs are regrouped by row while they are still sorted by expert")
             elif is_call(user, aten.masked_fill) and user.args[0] is node:
                 self.pairs.mask_nothing(user)
             elif is_call(user, aten.add) and other is not None and bias is None and weight is None:
-                bias = self.pairs.bias(user, other)
+                bias = self.pairs.bias(user, other, in_order)
             elif is_call(user, aten.mul) and other is not None:
                 if weight is not None:
                     raise Refusal(user, "routing weights are applied twice")
@@ -262,12 +276,12 @@ class _Walk:
         while node not in self.products:
             if is_call(node, aten.masked_fill):
                 self.pairs.mask_nothing(node)
-            elif is_call(node, *VIEWS, *CASTS):
+            elif is_view(node) or is_call(node, *CASTS):
                 self.pairs.take(node)
             elif is_call(node, aten.add) and bias is None and argument(node, "alpha", 1) == 1:
                 left, right = node.args[:2]
                 picked, rest = (left, right) if is_call(left, aten.index) else (right, left)
-                bias = self.pairs.bias(node, picked)
+                bias = self.pairs.bias(node, picked, self.pairs.perm is None)
                 node = rest
                 continue
             else:
@@ -340,10 +354,10 @@ def _check_operands(match: ExpertsMatch) -> None:
             raise Refusal(node, f"the experts' {name} is computed in this graph ({packet(node)}), not read from a parameter")
         if held.dtype != x.dtype:
             raise Refusal(node, f"the experts' {name} is {held.dtype}, their input {x.dtype}")
-        if held.device != x.device:
-            raise Refusal(node, f"the experts' {name} is on {held.device}, their input on {x.device}")
         if not same(held.stride(-1), 1):
             raise Refusal(node, f"the last dimension of the experts' {name} is not contiguous")
+    if not weight.dtype.is_floating_point:
+        raise Refusal(match.weight, f"routing weights are {weight.dtype}")
     chosen = tensor(match.choice)
     if chosen is None or chosen.dtype not in (torch.int32, torch.int64):
         raise Refusal(match.choice, f"choices are {chosen.dtype if chosen is not None else None}, expected int32 or int64")
@@ -353,12 +367,21 @@ def _check_operands(match: ExpertsMatch) -> None:
         raise Refusal(match.output, f"the experts' output is {out.dtype}, their input {x.dtype}")
     if torch.promote_types(weight.dtype, torch.float32) != torch.float32 and x.dtype != torch.float64:
         raise Refusal(match.weight, f"routing weights in {weight.dtype} on values in {x.dtype}")
-    for node in match.region:
-        cast = tensor(node)
-        if is_call(node, *CASTS) and cast is not None and cast.dtype.is_floating_point and node is not match.output:
-            given = tensor(node.args[0])
-            if given is not None and given.dtype.is_floating_point and not _holds(cast.dtype, x):
-                raise Refusal(node, f"a value of the experts is rounded to {cast.dtype} on the way")
+    for node in match.casts:
+        cast, given = tensor(node), tensor(node.args[0])
+        if cast is None or given is None or not given.dtype.is_floating_point or not _holds(cast.dtype, x):
+            raise Refusal(node, f"a value of the experts is rounded to {cast.dtype if cast is not None else None} on the way")
+        if cast.device != given.device:
+            raise Refusal(node, f"a value of the experts is moved to {cast.device} on the way")
+
+
+def _check_devices(match: ExpertsMatch) -> None:
+    x = tensor(match.x)
+    assert x is not None
+    for name in ("choice", "weight", "gate_up", "down", "gate_up_bias", "down_bias", "output"):
+        held = tensor(getattr(match, name))
+        if held is not None and held.device != x.device:
+            raise Refusal(getattr(match, name), f"the experts' {name} is on {held.device}, their input on {x.device}")
 
 
 def _why_not_replaceable(match: ExpertsMatch, writes: dict[Node, list[Node]]) -> Rejection | None:

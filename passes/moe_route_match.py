@@ -16,7 +16,7 @@ from torch.fx import Node
 from spec_compile.passes.base import Rejection
 from spec_compile.passes.expert_gate import CASTS, Refusal, number
 from spec_compile.passes.expert_pairs import ROUTE, item, sizes_are
-from spec_compile.passes.expert_products import VIEWS
+from spec_compile.passes.expert_products import is_view
 from spec_compile.passes.moe_experts_match import ExpertsMatch
 from spec_compile.passes.nodes import argument, aten, is_call, packet, same, shape, tensor
 from spec_compile.passes.regions import why_open, why_stale, with_assertions
@@ -115,7 +115,7 @@ class _Walk:
             raise Refusal(logits, f"the logits are {held.dtype} {list(shape(logits))}, expected [N, E]")
         found = tensor(weight)
         wide = torch.float64 if held.dtype == torch.float64 else torch.float32
-        if found is None or (order == "score_first" and found.dtype != wide):
+        if found is None or (found.dtype != wide if order == "score_first" else torch.promote_types(found.dtype, wide) != wide):
             raise Refusal(weight, f"scores are computed in {found.dtype if found is not None else None}, not in {wide}")
         return RouteMatch(
             choice, weight, logits, bias, score, self.top_k, renormalise, epsilon, scale, groups, kept, order,
@@ -126,7 +126,7 @@ class _Walk:
         """``base, renormalise, epsilon, scale`` and the last value before casts."""
         node = _uncast(node)
         output, scale, renormalise, epsilon = node, 1.0, False, 0.0
-        if is_call(node, aten.mul, aten.div):
+        if is_call(node, aten.mul, aten.div) and argument(node, "rounding_mode") is None:
             factor = number(node.args[1])
             if factor is not None and (is_call(node, aten.mul) or factor in (0.25, 0.5, 2.0)):
                 scale = factor if is_call(node, aten.mul) else 1.0 / factor
@@ -167,6 +167,8 @@ class _Walk:
         held = tensor(base)
         if (renormalise or scale != 1.0) and (held is None or held.dtype != torch.float32):
             raise Refusal(base, "weights are renormalised or scaled in less than float32")
+        if held is None or not _narrower(tensor(top.args[0]), held):
+            raise Refusal(base, f"the softmax over the chosen experts is taken in {held.dtype if held is not None else None}")
         self._take(base, base.args[0])
         return self._found(
             choice, output, top.args[0], None, "softmax", renormalise, epsilon, scale, 1, 1, "topk_first",
@@ -196,7 +198,7 @@ class _Walk:
         while is_call(logits, *CASTS) and len(logits.users) == 1:
             given, made = tensor(logits.args[0]), tensor(logits)
             assert given is not None and made is not None
-            if made.dtype != torch.float32 or given.dtype not in (torch.bfloat16, torch.float16):
+            if made.dtype != torch.float32 or given.dtype not in (torch.bfloat16, torch.float16) or made.device != given.device:
                 break
             self._take(logits)
             logits = logits.args[0]
@@ -230,26 +232,29 @@ class _Walk:
         self._take(node)
         chosen: Any = mask.args[0] if is_call(mask, aten.bitwise_not, aten.logical_not) else None
         steps: list[Any] = [mask]
-        while is_call(chosen, *CASTS, aten.expand, *VIEWS):
+        while is_call(chosen, *CASTS, aten.expand) or is_view(chosen):
             steps.append(chosen)
             chosen = chosen.args[0]
         wide: list[Any] = [step for step in steps if is_call(step, aten.expand)]
         if not is_call(chosen, aten.scatter) or len(wide) != 1:
             raise Refusal(node, "scores are masked by something other than the choice of groups")
         zeros, dim, places, one = chosen.args[:4]
-        if not is_call(zeros, aten.zeros_like, aten.zeros, aten.new_zeros) or dim not in (1, -1) or number(one) != 1.0:
+        blank = is_call(zeros, aten.zeros_like, aten.zeros, aten.new_zeros) and argument(chosen, "reduce") is None
+        if not blank or dim not in (1, -1) or number(one) != 1.0:
             raise Refusal(chosen, "the mask of groups is not zeros with ones at the chosen groups")
         best = item(places, 1)
         if not is_call(best, aten.topk) or not argument(best, "largest", True) or argument(best, "dim", -1) not in (1, -1):
             raise Refusal(chosen, "groups are not chosen by a top-k")
         sums: Any = best.args[0]
-        summed = is_call(sums, aten.sum) and sums.args[1] in ([-1], [2]) and not argument(sums, "keepdim", False)
+        summed = is_call(sums, aten.sum) and len(sums.args) > 1 and sums.args[1] in ([-1], [2])
+        if summed and (argument(sums, "keepdim", False) or argument(sums, "dtype") is not None):
+            raise Refusal(sums, f"a group's score is summed with dtype={argument(sums, 'dtype')}")
         two: Any = sums.args[0] if summed else None
         pairs = item(two, 0)
         if not is_call(pairs, aten.topk) or pairs.args[1] != 2 or argument(pairs, "dim", -1) not in (2, -1):
             raise Refusal(best, "a group's score is not the sum of its two best")
         view = pairs.args[0]
-        if not is_call(view, *VIEWS) or view.args[0] is not scores or not argument(pairs, "largest", True):
+        if not is_view(view) or view.args[0] is not scores or not argument(pairs, "largest", True):
             raise Refusal(pairs, "groups are not formed of the scores that are masked")
         groups, kept, size = shape(view)[1], shape(places)[1], shape(view)[2]
         fits = all(isinstance(found, int) for found in (groups, kept, size)) and groups * size == self.experts
@@ -260,6 +265,11 @@ class _Walk:
             raise Refusal(wide[0], "the mask of groups is not spread over the experts of each group")
         self._take(*steps, chosen, zeros, places, best, sums, two, pairs, view)
         return scores, groups, kept
+
+
+def _narrower(given: torch.Tensor | None, made: torch.Tensor) -> bool:
+    """Whether the dtype of ``made`` has every value of ``given``."""
+    return given is not None and torch.promote_types(given.dtype, made.dtype) == made.dtype
 
 
 def _uncast(node: Any) -> Any:

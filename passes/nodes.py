@@ -146,8 +146,20 @@ def mutated_arguments(node: Node) -> list[Node]:
     return found
 
 
+def keeps_values(node: Any) -> bool:
+    """Whether a view or copy shows the values of its first argument: no other dtype over their bits, and not in place."""
+    given, made = tensor(node.args[0]), tensor(node)
+    return given is not None and made is not None and given.dtype == made.dtype and not mutated_arguments(node)
+
+
 # Functional writes return the written tensor: a reader of the result reads the cache after the write.
 FUNCTIONAL_WRITES = (aten.index_copy, aten.index_put, aten.scatter, aten.slice_scatter, aten.copy, aten._index_put_impl)
+# Their schemas do not say that the result may be a view.
+_MAYBE_VIEWS = (
+    aten.reshape, aten.contiguous, aten.to, aten.flatten, aten.squeeze, aten.expand, aten.unflatten, aten.atleast_1d,
+    aten.atleast_2d, aten.atleast_3d, aten.unsafe_chunk, aten.unsafe_split, aten.unsafe_split_with_sizes, aten.lift,
+)  # fmt: skip
+_OF_EACH = (aten.atleast_1d, aten.atleast_2d, aten.atleast_3d, aten.broadcast_tensors, aten.meshgrid)  # given a list
 
 
 def alias_parent(node: Node) -> Node | None:
@@ -155,7 +167,11 @@ def alias_parent(node: Node) -> Node | None:
     if node.op != "call_function":
         return None
     if not isinstance(node.target, torch._ops.OpOverload):
-        whole = node.args[0] if getattr(node.target, "__name__", "") == "getitem" else None
+        whole: Any = node.args[0] if getattr(node.target, "__name__", "") == "getitem" else None
+        if is_call(whole, *_OF_EACH) and isinstance(whole.args[0], list | tuple):
+            place: Any = node.args[1]
+            each = whole.args[0][place]
+            return each if isinstance(each, Node) else None
         return whole if isinstance(whole, Node) and tensor(whole) is None else None
     written = mutated_arguments(node)
     if written:
@@ -166,7 +182,7 @@ def alias_parent(node: Node) -> Node | None:
     arguments = node.target._schema.arguments
     if returns and returns[0].alias_info is not None and arguments and arguments[0].alias_info is not None:
         return node.args[0] if node.args and isinstance(node.args[0], Node) else None
-    if is_call(node, aten.reshape, aten.contiguous, aten.to, aten.flatten, aten.squeeze, aten.expand, aten.unflatten):
+    if is_call(node, *_MAYBE_VIEWS):
         return node.args[0] if isinstance(node.args[0], Node) else None
     return None
 

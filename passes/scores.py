@@ -20,7 +20,7 @@ from torch.fx import Node
 from spec_compile.kernels.blocks import hidden_threshold
 from spec_compile.passes.axes import base_of, broadcast_to, replay
 from spec_compile.passes.base import Rejection
-from spec_compile.passes.nodes import argument, aten, is_call, packet, same, scalar, shape, tensor
+from spec_compile.passes.nodes import argument, aten, is_call, keeps_values, packet, same, scalar, shape, tensor
 
 SOFTMAXES = (aten.softmax, aten._softmax, aten._safe_softmax)
 MATMULS = (aten.matmul, aten.bmm, aten.mm)
@@ -178,7 +178,7 @@ def _drops_last(node: Node, rank: int, given: tuple[Any, ...]) -> bool:
 
 def _keeps_rows_and_keys(before: Node, after: Node) -> bool:
     a, b = shape(before), shape(after)
-    return len(a) >= 2 and len(b) >= 2 and same(a[-1], b[-1]) and same(a[-2], b[-2])
+    return keeps_values(after) and len(a) >= 2 and len(b) >= 2 and same(a[-1], b[-1]) and same(a[-2], b[-2])
 
 
 def _walk_up(scores: Node, sliced: bool) -> ScoreChain | Rejection:

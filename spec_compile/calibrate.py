@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from spec_compile.classify import EXPERT_LOOP
 from spec_compile.errors import OptionsError, QualityError
 from spec_compile.kernels.moe_limit import moe_limit_reference
 from spec_compile.logs import logger
@@ -49,12 +50,13 @@ def moe_calibrate(
 
     Args:
         model: a transformers causal LM in eval mode whose experts use transformers' experts interface.
-        texts: strings (with ``tokenizer``), or token ids: lists or 1-D tensors. They are cut into windows.
+        texts: strings (with ``tokenizer``), or token ids: lists or 1-D tensors. They are cut into windows; empty ones are
+            passed over.
         skip: experts of a row that may be dropped (the paper's m), or None for no such rule.
         tokenizer: called on each string.
         ratio, top_k, expert_budget, substitute, renormalize: further rules, see :class:`~spec_compile.MoePlan`.
         draft_len: drafts a verify step; a budget is shared by ``draft_len + 1`` rows.
-        window: tokens of a window.
+        window: tokens of a window, at least ``2 * draft_len + 3``.
         held_out: share of the windows, the last ones, that is measured and not calibrated on.
         limit_kl: mean KL divergence of a sparse step from an exact one, in nats, that the plan may have.
         limit_flips: share of positions whose most likely token may change.
@@ -67,34 +69,51 @@ def moe_calibrate(
         The plan, with what was measured, and a static top-k of about as many experts for comparison, in ``calibration``.
 
     Raises:
-        OptionsError: no MoE layer, none that the rules can limit, too little text, or bad arguments.
-        PlanError: the rules do not fit the model.
-        QualityError: the plan is past a limit.
+        OptionsError: no MoE layer, experts that run in transformers' eager loop, none that the rules can limit, a model in
+            training mode, too little text, or bad arguments.
+        PlanError: a rule has a bad value, or the rules do not fit the model.
+        QualityError: the plan is past a limit, or (whatever ``force`` is) its steps have no finite divergence.
     """
-    if not 0.0 < held_out < 1.0:
-        raise OptionsError(f"held_out must lie between 0 and 1, got {held_out!r}")
+    options = {"codegen": "eager", **options}
+    _check_model(model)
+    _check_numbers(skip, draft_len, window, held_out, limit_kl, limit_flips, options)
+    rules = MoePlan(None, None, ratio, top_k, expert_budget, substitute, renormalize)
+    if skip is None and rules.exact:
+        raise OptionsError("nothing to calibrate: give skip, ratio, top_k or expert_budget")
     rows = draft_len + 1
-    train, test = _split(_windows(texts, tokenizer, window), held_out, 2 * rows + 1)
+    train, test = _split(_windows(texts, tokenizer, window, _vocabulary(model)), held_out, 2 * rows + 1)
     with _bar(progress) as tick:
-        routings = _routings(model, train, tick)
-        chosen = max(weight.shape[1] for _, weight in routings)
-        if skip is not None and not 1 <= skip < min(weight.shape[1] for _, weight in routings):
-            raise OptionsError(f"skip must lie in 1..{chosen - 1}, a row has {chosen} experts, got {skip!r}")
-        betas = None if skip is None else tuple(_share(weight, skip).median().item() for _, weight in routings)
-        plan = MoePlan(skip, betas, ratio, top_k, expert_budget, substitute, renormalize)
+        routings = [*_routings(model, train, tick).values()]
+        if not routings:
+            raise OptionsError(f"{type(model).__name__} calls none of its experts through transformers' experts interface")
+        fewest, chosen = (of(weight.shape[1] for _, weight in routings) for of in (min, max))
+        if skip is not None and skip >= fewest:
+            raise OptionsError(
+                f"skip must lie in 1..{fewest - 1}, a row has {fewest} experts, got {skip}"
+                if fewest > 1
+                else f"skip must be None where a row has one expert, got {skip}"
+            )
+        plan = rules
+        if skip is not None:
+            plan = replace(rules, skip=skip, betas=tuple(_share(weight, skip).median().item() for _, weight in routings))
         if plan.exact:
-            raise OptionsError("nothing to calibrate: give skip, ratio, top_k or expert_budget")
+            raise OptionsError(f"nothing to skip: the lowest {skip} experts hold no weight in half of the rows of every layer")
         kept, distinct, distinct_exact = _counts(model, plan, test, rows, tick)
         kl, flips, positions = _divergence(model, plan, test, draft_len, options, tick, "plan")
+        if not math.isfinite(kl):
+            raise QualityError(
+                f"the KL divergence of sparse steps from exact ones is {kl}, with or without force: the logits of one of them "
+                "are not finite"
+            )
         found = MoeCalibration(
             sum(map(len, train)), positions, kl, flips, kept, chosen, distinct, distinct_exact,
-            forced=bool(kl > limit_kl or flips > limit_flips or math.isnan(kl)),
+            forced=bool(kl > limit_kl or flips > limit_flips),
         )  # fmt: skip
         static = min(chosen - 1, max(1, round(kept)))
         if static and replace(plan, top_k=None, renormalize=None) != MoePlan():
             baseline = MoePlan(top_k=static, renormalize=renormalize)
             kl, flips, _ = _divergence(model, baseline, test, draft_len, options, tick, f"top {static}")
-            found = replace(found, baseline_top_k=static, baseline_kl=kl, baseline_flips=flips)
+            found = replace(found, baseline_top_k=static, baseline_kl=kl if math.isfinite(kl) else None, baseline_flips=flips)
     plan = replace(plan, calibration=found)
     logger.info("calibrated: %s", words(found))
     if found.forced and not force:
@@ -116,19 +135,76 @@ def words(found: MoeCalibration) -> str:
     return text
 
 
-def _windows(texts: Sequence[Any], tokenizer: Any, window: int) -> list[Tensor]:
-    if isinstance(texts, str) or not texts:
-        raise OptionsError("texts must be a list of strings or of token ids")
+def _check_model(model: Any) -> None:
+    """Whether it can be calibrated at all, before work starts."""
+    from spec_compile.verify import has_expert_loop
+
+    if not isinstance(model, torch.nn.Module):
+        raise OptionsError(f"model must be a transformers causal LM, got {type(model).__name__}")
+    _experts(model)
+    if has_expert_loop(model):
+        raise OptionsError(EXPERT_LOOP)
+    if model.training:
+        raise OptionsError("model is in training mode: call model.eval()")
+
+
+def _whole(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _check_numbers(
+    skip: Any, draft_len: Any, window: Any, held_out: Any, limit_kl: Any, limit_flips: Any, options: dict[str, Any]
+) -> None:
+    from spec_compile.options import Options
+    from spec_compile.verify import check_draft_len
+
+    if "plan" in options:
+        raise OptionsError("plan is what moe_calibrate makes: give its rules (skip, ratio, top_k, expert_budget) instead")
+    check_draft_len(draft_len, Options.parse(options).max_q_len)
+    if skip is not None and not _whole(skip, 1):
+        raise OptionsError(f"skip must be None or an integer of at least 1, got {skip!r}")
+    least = 2 * draft_len + 3
+    if not _whole(window, least):
+        raise OptionsError(f"window must be an integer of at least {least} tokens with draft_len={draft_len}, got {window!r}")
+    numbers = {"held_out": held_out, "limit_kl": limit_kl, "limit_flips": limit_flips}
+    for name, value in numbers.items():
+        # NaN fails every comparison.
+        if not isinstance(value, int | float) or isinstance(value, bool) or not value >= 0:
+            raise OptionsError(f"{name} must be a number of at least 0, got {value!r}")
+    if not 0.0 < held_out < 1.0:
+        raise OptionsError(f"held_out must lie between 0 and 1, got {held_out!r}")
+
+
+def _vocabulary(model: Any) -> int | None:
+    embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    return getattr(embedding, "num_embeddings", None)
+
+
+def _windows(texts: Any, tokenizer: Any, window: int, vocabulary: int | None = None) -> list[Tensor]:
+    wanted = "texts must be a list of strings or of token ids"
+    if isinstance(texts, str | bytes | Tensor | Mapping) or not isinstance(texts, Iterable):
+        raise OptionsError(f"{wanted}, got {type(texts).__name__}")
     found: list[Tensor] = []
-    for text in texts:
+    for number, text in enumerate(texts):
         if isinstance(text, str):
             if tokenizer is None:
                 raise OptionsError("texts holds strings: pass the model's tokenizer, or token ids")
             text = tokenizer(text)["input_ids"]
-        ids = torch.as_tensor(text)
-        if ids.dim() != 1 or ids.dtype.is_floating_point:
-            raise OptionsError(f"token ids must be 1-D integers, got {ids.dtype} {list(ids.shape)}")
+        try:
+            ids = torch.as_tensor(text)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise OptionsError(f"{wanted}; texts[{number}] is neither: {error}") from None
+        if ids.dim() == 1 and len(ids) == 0:
+            continue
+        if ids.dim() != 1 or ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype == torch.bool:
+            raise OptionsError(f"token ids must be 1-D integers, got {ids.dtype} {list(ids.shape)} in texts[{number}]")
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or (vocabulary is not None and high >= vocabulary):
+            last = "" if vocabulary is None else vocabulary - 1
+            raise OptionsError(f"token ids must lie in 0..{last}, got {low if low < 0 else high} in texts[{number}]")
         found += ids.long().split(window)
+    if not found:
+        raise OptionsError(f"{wanted}, got none with tokens")
     return found
 
 
@@ -162,29 +238,26 @@ def _watched(model: Any) -> Iterator[dict[Any, list[Routing]]]:
         choice, weight = given["top_k_index"], given["top_k_weights"]
         seen.setdefault(module, []).append((choice.detach().cpu(), weight.detach().float().cpu()))
 
-    held = [module.register_forward_pre_hook(keep, with_kwargs=True) for module in _experts(model)]
     before = model.get_experts_implementation()
     # It copies the weights of each row's experts: fit for a step, not for a window.
     copies = "batched_mm" in (before.values() if isinstance(before, dict) else [before])
-    try:
+    with contextlib.ExitStack() as undo:
+        for module in _experts(model):
+            undo.callback(module.register_forward_pre_hook(keep, with_kwargs=True).remove)
         if copies:
+            undo.callback(model.set_experts_implementation, before)
             model.set_experts_implementation("grouped_mm")
         yield seen
-    finally:
-        for hook in held:
-            hook.remove()
-        if copies:
-            model.set_experts_implementation(before)
 
 
-def _routings(model: Any, windows: list[Tensor], tick: Callable[[str, int], None]) -> list[Routing]:
-    """``choice, weight`` ``[tokens, K]`` of each MoE layer, in the order of the forward."""
+def _routings(model: Any, windows: list[Tensor], tick: Callable[[str, int], None]) -> dict[Any, Routing]:
+    """``choice, weight`` ``[tokens, K]`` by each MoE layer's experts, in the order of the forward."""
     device = next(model.parameters()).device
     with _watched(model) as seen:
         for ids in windows:
             model(input_ids=ids[None].to(device), use_cache=False)
             tick("routing", len(windows))
-    return [(torch.cat([c for c, _ in parts]), torch.cat([w for _, w in parts])) for parts in seen.values()]
+    return {module: (torch.cat([c for c, _ in parts]), torch.cat([w for _, w in parts])) for module, parts in seen.items()}
 
 
 def _share(weight: Tensor, skip: int) -> Tensor:
@@ -197,15 +270,15 @@ def _counts(
 ) -> tuple[float, float, float]:
     """Mean experts a row keeps, and mean distinct experts a step and layer: under the plan, and exact."""
     gate = torch.ones(1, dtype=torch.int64)
-    experts = [module.down_proj.shape[0] for module in _experts(model)]
     kept, distinct, exact = [], [], []
     # Window by window, so that no step spans two texts.
     for ids in windows:
-        for layer, (choice, weight) in enumerate(_routings(model, [ids], lambda *_: None)):
+        for layer, (module, (choice, weight)) in enumerate(_routings(model, [ids], lambda *_: None).items()):
+            experts = module.down_proj.shape[0]
             for c, w in zip(choice.split(rows)[: len(ids) // rows], weight.split(rows)):
                 beta = 0.0 if plan.betas is None else plan.betas[layer]
                 limited, _ = moe_limit_reference(
-                    c, w, None, None, gate, "softmax", experts[layer], plan.top_k or 0, plan.skip or 0, beta, plan.ratio or 0.0,
+                    c, w, None, None, gate, "softmax", experts, plan.top_k or 0, plan.skip or 0, beta, plan.ratio or 0.0,
                     plan.expert_budget or 0, False, False,
                 )  # fmt: skip
                 kept.append((limited >= 0).float().sum(-1).mean().item())
@@ -213,6 +286,11 @@ def _counts(
                 exact.append(len(c.unique()))
         tick("counting", len(windows))
     return sum(kept) / len(kept), sum(distinct) / len(distinct), sum(exact) / len(exact)
+
+
+def _kl(exact: Tensor, sparse: Tensor) -> float:
+    """Sum of KL divergences from logarithms of probabilities; a token that the exact step excludes (-inf) adds nothing."""
+    return float((exact.exp() * (exact - sparse)).masked_fill(exact == -torch.inf, 0.0).sum())
 
 
 def _divergence(
@@ -225,7 +303,7 @@ def _divergence(
 
     rows, device = draft_len + 1, next(model.parameters()).device
     cache = VerifyCache(model, max(map(len, windows)))
-    verify = compile_verify(model, cache, draft_len, SparsityPlan(moe=plan), **{"codegen": "eager", **options})
+    verify = compile_verify(model, cache, draft_len, SparsityPlan(moe=plan), **options)
     divergence, flipped, positions = 0.0, 0, 0
     for ids in windows:
         ids = ids[None].to(device)
@@ -240,7 +318,7 @@ def _divergence(
                 raise OptionsError(f"the plan limits no MoE layer: {notes or 'none was recognised'}")
             cache.crop(-rows)
             exact = verify(step, sparse=False).double().log_softmax(-1)
-            divergence += float((exact.exp() * (exact - sparse)).sum())
+            divergence += _kl(exact, sparse)
             flipped += int((exact.argmax(-1) != sparse.argmax(-1)).sum())
             positions += rows
         tick(f"measuring {name}", len(windows))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import types
 import typing
@@ -203,6 +204,9 @@ class MoeCalibration:
 
     def __post_init__(self) -> None:
         _check_types(self, "moe.calibration.")
+        for name, value in vars(self).items():
+            finite = not isinstance(value, float) or math.isfinite(value)
+            _check(finite, f"moe.calibration.{name}", f"must be finite, got {value}")
 
 
 @dataclass(frozen=True)
@@ -216,7 +220,8 @@ class MoePlan:
         ratio: drop experts whose weight is below this ratio to the row's top weight.
         top_k: static number of experts kept per row (the baseline).
         expert_budget: distinct experts over all draft rows. The rows' top experts come first and are kept even where they alone
-            are more; the others by the sum of their kept weights.
+            are more; the others by the sum of their kept weights. All rows of a call share it and vote: those of every sequence
+            of a batch, and rows that a caller fills up (drafts of unequal length), which are not told from drafts.
         substitute: replace an expert that the budget drops by the row's best one within the budget.
         renormalize: whether weights of a row that lost experts are scaled to the sum they had; None follows the model.
         include, exclude: MoE layers, counted from 0 among the MoE layers of a graph; ``dense_first`` leading ones stay exact.
@@ -243,6 +248,7 @@ class MoePlan:
             _positive(getattr(self, name), f"moe.{name}")
         _fraction(self.ratio, "moe.ratio")
         if self.betas is not None:
+            _check(len(self.betas) > 0, "moe.betas", "needs a share for every MoE layer, got none")
             for layer, beta in enumerate(self.betas):
                 _fraction(beta, f"moe.betas[{layer}]")
         _check((self.skip is None) == (self.betas is None), "moe.betas", "skip and betas go together")

@@ -13,9 +13,11 @@ from torch import Tensor
 
 from spec_compile import _compat
 from spec_compile.backend import compile_graph, switch_of
+from spec_compile.classify import EXPERT_LOOP
 from spec_compile.errors import CacheError, OptionsError, SpecCompileError
 from spec_compile.logs import logger
 from spec_compile.options import Options, disabled
+from spec_compile.plan import SparsityPlan
 from spec_compile.report import RewriteReport
 from spec_compile.step_graph import StepGraph, why_not_captured
 
@@ -37,7 +39,8 @@ def compile_verify(
             ``model(input_ids, cache=cache, position_ids=..., attention_mask=...)`` that returns logits.
         cache: :class:`~spec_compile.VerifyCache`, or another initialised static cache.
         draft_len: drafts per step, 0..31; a step has up to ``draft_len + 1`` rows (the last accepted token leads).
-        plan: sparsity plan; default exact.
+        plan: sparsity plan; default exact. In a sparse step an attention budget and ``moe.expert_budget`` are shared by all rows
+            given, those of every sequence of a batch and a caller's own padding (drafts of unequal length) included.
         strict: raise where an attention is refused, instead of warning.
         cudagraphs: on a CUDA device, capture the whole step and replay it: every call then runs ``draft_len + 1`` rows
             (fewer are padded) and costs one launch. The model's weights must keep their storage. Calls with position_ids or
@@ -155,6 +158,8 @@ class VerifyFunction:
         if isinstance(inner, SpecCompileError):
             raise inner from None
         untraced = isinstance(error, torch._dynamo.exc.TorchDynamoException) and inner is None
+        if untraced and has_expert_loop(self.model):
+            raise OptionsError(EXPERT_LOOP) from error
         if attention_mask is None and untraced:
             raise OptionsError(
                 f"{type(self.model).__name__} could not be traced without an attention_mask; if it reads positions off a "
@@ -163,7 +168,16 @@ class VerifyFunction:
 
     def _check(self, input_ids: Tensor, sparse: bool | None) -> int:
         if sparse and self._switch is None:
-            raise OptionsError("sparse=True needs a plan: compile_verify(model, cache, plan=SparsityPlan(attention=...))")
+            plan = self._options.plan
+            if plan == SparsityPlan():
+                raise OptionsError(
+                    "sparse=True needs a plan: compile_verify(model, cache, plan=SparsityPlan(attention=...)) or "
+                    "SparsityPlan(moe=...)"
+                )
+            raise OptionsError(
+                "sparse=True needs a plan that is not exact: give attention=AttentionPlan(...) a budget, or moe=MoePlan(...) "
+                "a top_k, an expert_budget, a ratio or a beta above 0"
+            )
         if input_ids.dim() != 2 or input_ids.dtype not in (torch.int64, torch.int32):
             raise OptionsError(f"input_ids must be int64 [B, T], got {input_ids.dtype} {list(input_ids.shape)}")
         batch, rows = input_ids.shape
@@ -269,6 +283,13 @@ def call_model(model: Any) -> Callable[..., Tensor]:
 def _with_own_code(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Dynamo's recompile limit counts per code object: functions for different models must not share one."""
     return types.FunctionType(run.__code__.replace(), run.__globals__, run.__name__, run.__defaults__, run.__closure__)
+
+
+def has_expert_loop(model: Any) -> bool:
+    """Whether experts of a transformers model run in its eager loop, which cannot be compiled as one graph."""
+    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
+    experts = (module for module in modules if hasattr(module, "has_gate") and hasattr(module, "is_transposed"))
+    return any(getattr(getattr(e, "config", None), "_experts_implementation", "") in ("eager", None) for e in experts)
 
 
 def _text_config(model: Any) -> Any:

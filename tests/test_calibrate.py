@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ from torch import Tensor
 
 import spec_compile as sc
 from spec_compile import MoePlan, SparsityPlan, VerifyCache, compile_verify, moe_calibrate
-from spec_compile.calibrate import _routings, _share, _split, _windows
-from spec_compile.errors import OptionsError, QualityError
+from spec_compile.calibrate import _counts, _kl, _routings, _share, _split, _windows
+from spec_compile.errors import OptionsError, PlanError, QualityError
 from spec_compile.models.zoo import VOCAB, build
 
 ROWS = 5
@@ -39,7 +40,7 @@ TEXTS = [tokens(40, seed) for seed in range(4)]
 
 def calibrate(skip: int | None = 2, model: Any = None, **more: Any) -> MoePlan:
     given: dict[str, Any] = {"draft_len": ROWS - 1, "force": True, "progress": False, **more}
-    return moe_calibrate(model or model_of(), TEXTS, skip, **given)
+    return moe_calibrate(model or model_of(), given.pop("texts", TEXTS), skip, **given)
 
 
 def test_thresholds_are_the_medians_of_the_models_own_routers() -> None:
@@ -93,9 +94,7 @@ def test_divergence_is_that_of_sparse_from_exact_steps() -> None:
     assert plan.calibration.kl == pytest.approx(total / 20, rel=1e-3) and plan.calibration.flips == flips / 20
 
 
-@pytest.mark.parametrize(
-    ("kl", "flips", "refused"), [(0.05, 0.05, False), (0.0501, 0.0, True), (0.0, 0.0501, True), (float("nan"), 0.0, True)]
-)
+@pytest.mark.parametrize(("kl", "flips", "refused"), [(0.05, 0.05, False), (0.0501, 0.0, True), (0.0, 0.0501, True)])
 def test_a_plan_past_its_limits_is_refused(monkeypatch: pytest.MonkeyPatch, kl: float, flips: float, refused: bool) -> None:
     monkeypatch.setattr("spec_compile.calibrate._divergence", lambda *_: (kl, flips, 20))
     forced = calibrate(None, top_k=1).calibration
@@ -105,9 +104,27 @@ def test_a_plan_past_its_limits_is_refused(monkeypatch: pytest.MonkeyPatch, kl: 
         return
     with pytest.raises(QualityError, match=r"past its limits .* a row keeps 1\.00 of 4 experts.* force=True"):
         calibrate(None, top_k=1, force=False)
-    if kl == kl:
-        accepted = calibrate(None, top_k=1, force=False, limit_kl=kl, limit_flips=flips).calibration
-        assert accepted is not None and not accepted.forced
+    accepted = calibrate(None, top_k=1, force=False, limit_kl=kl, limit_flips=flips).calibration
+    assert accepted is not None and not accepted.forced
+
+
+@pytest.mark.parametrize("kl", [math.nan, math.inf])
+def test_a_plan_without_a_finite_divergence_is_refused_even_if_forced(monkeypatch: pytest.MonkeyPatch, kl: float) -> None:
+    """A plan file is strict JSON, which has no such numbers; of the baseline they are left out."""
+    monkeypatch.setattr("spec_compile.calibrate._divergence", lambda *_: (kl, 0.0, 20))
+    with pytest.raises(QualityError, match=f"is {kl}, with or without force: the logits of one of them are not finite"):
+        calibrate(None, top_k=1)
+    results = iter([(0.01, 0.0, 20), (kl, 0.5, 20)])
+    monkeypatch.setattr("spec_compile.calibrate._divergence", lambda *_: next(results))
+    found = calibrate(None, ratio=0.9).calibration
+    assert found is not None and (found.kl, found.baseline_kl, found.baseline_flips) == (0.01, None, 0.5)
+
+
+def test_tokens_that_an_exact_step_excludes_add_nothing_to_the_divergence() -> None:
+    exact = torch.tensor([[0.5, 0.5, 0.0]], dtype=torch.float64).log()
+    assert _kl(exact, torch.tensor([[0.25, 0.75, 0.0]]).double().log()) == pytest.approx(math.log(2) / 2 - math.log(1.5) / 2)
+    assert _kl(exact, torch.tensor([[0.25, 0.25, 0.5]]).double().log()) == pytest.approx(math.log(2))
+    assert _kl(exact, torch.tensor([[1.0, 0.0, 0.0]]).double().log()) == math.inf
 
 
 def test_a_calibrated_plan_is_saved_and_runs(tmp_path: Path) -> None:
@@ -126,10 +143,58 @@ def test_routers_of_other_families(family: str) -> None:
     with torch.no_grad():
         found = _routings(model, TEXTS[:2], lambda *_: None)
     assert len(found) == (1 if family == "deepseek_v3" else 2)
-    for choice, weight in found:
+    for choice, weight in found.values():
         assert choice.shape == weight.shape == (80, 2) and 0 <= int(choice.min()) <= int(choice.max()) < 4
         assert (_share(weight, 1) <= 0.5).all()
     assert model.get_experts_implementation() == before
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+class Experts(torch.nn.Module):
+    """As far as calibration looks."""
+
+    has_gate, is_transposed = True, False
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.down_proj = torch.nn.Parameter(torch.zeros(count, 4, 4))
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> None: ...
+
+
+class Mixture(torch.nn.Module):
+    """Two layers, which run in the reverse order of their registration: experts 6 and 7 of 8, then 1 and 0 of 2."""
+
+    def __init__(self, implementation: str = "batched_mm") -> None:
+        super().__init__()
+        self.second, self.first, self.implementation = Experts(2), Experts(8), implementation
+
+    def get_experts_implementation(self) -> dict[str, str]:
+        if self.implementation == "unknown":
+            raise KeyError(self.implementation)
+        return {"": self.implementation}
+
+    def set_experts_implementation(self, given: str | dict[str, str]) -> None:
+        self.implementation = given if isinstance(given, str) else given[""]
+
+    def forward(self, input_ids: Tensor, use_cache: bool) -> None:
+        rows = input_ids.shape[1]
+        weight = torch.tensor([0.75, 0.25]).expand(rows, 2)
+        self.first(weight, torch.tensor([6, 7]).expand(rows, 2), weight)
+        self.second(weight, top_k_index=torch.tensor([1, 0]).expand(rows, 2), top_k_weights=weight)
+
+
+def test_layers_that_run_in_another_order_than_they_were_registered_in() -> None:
+    """Each is counted among its own experts."""
+    assert _counts(Mixture(), MoePlan(top_k=1), [torch.arange(10)], ROWS, lambda *_: None) == (1.0, 1.0, 2.0)
+    plan = MoePlan(skip=1, betas=(0.5, 0.0))
+    assert _counts(Mixture(), plan, [torch.arange(10)], ROWS, lambda *_: None) == (1.5, 1.5, 2.0)
+
+
+def test_hooks_on_experts_go_whatever_fails() -> None:
+    model = Mixture("unknown")
+    with pytest.raises(KeyError):
+        _routings(model, [torch.arange(10)], lambda *_: None)
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
@@ -137,7 +202,7 @@ def test_strings_need_a_tokenizer() -> None:
     def tokenizer(text: str) -> dict[str, list[int]]:
         return {"input_ids": [ord(letter) % VOCAB for letter in text]}
 
-    assert [len(w) for w in _windows(["abcde", "xy"], tokenizer, 3)] == [3, 2, 2]
+    assert [len(w) for w in _windows(["abcde", "", "xy", []], tokenizer, 3)] == [3, 2, 2]
     with pytest.raises(OptionsError, match="pass the model's tokenizer"):
         moe_calibrate(model_of(), ["abc"], 1)
 
@@ -158,6 +223,7 @@ def test_windows_are_split_without_overlap() -> None:
         ({"skip": None}, "nothing to calibrate"),
         ({"held_out": 1.0}, "held_out must lie between"),
         ({"draft_len": 30}, "at least two windows of 63 tokens"),
+        ({"skip": 4, "window": 20}, r"skip must lie in 1\.\.3, a row has 4 experts, got 4"),
         ({"skip": None, "top_k": 4}, "limits no MoE layer: no rule takes one of its 4 of 8 experts"),
     ],
 )
@@ -166,9 +232,90 @@ def test_bad_arguments(change: dict[str, Any], text: str) -> None:
         calibrate(**change)
 
 
-def test_a_model_without_mixtures() -> None:
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"skip": 0}, "skip must be None or an integer of at least 1, got 0"),
+        ({"skip": 1.5}, "skip must be None or an integer of at least 1, got 1.5"),
+        ({"skip": "2"}, "skip must be None or an integer of at least 1, got '2'"),
+        ({"skip": True}, "skip must be None or an integer of at least 1, got True"),
+        ({"limit_kl": math.nan}, "limit_kl must be a number of at least 0, got nan"),
+        ({"limit_kl": None}, "limit_kl must be a number of at least 0, got None"),
+        ({"limit_kl": -0.1}, "limit_kl must be a number of at least 0, got -0.1"),
+        ({"limit_flips": "x"}, "limit_flips must be a number of at least 0, got 'x'"),
+        ({"limit_flips": math.nan}, "limit_flips must be a number of at least 0, got nan"),
+        ({"held_out": "a"}, "held_out must be a number"),
+        ({"held_out": 0}, "held_out must lie between 0 and 1, got 0"),
+        ({"held_out": math.nan}, "held_out must be a number"),
+        ({"window": 0}, "window must be an integer of at least 11 tokens with draft_len=4, got 0"),
+        ({"window": -1}, "window must be an integer of at least 11 tokens with draft_len=4, got -1"),
+        ({"window": 10}, "window must be an integer of at least 11 tokens with draft_len=4, got 10"),
+        ({"window": 64.0}, "window must be an integer of at least 11 tokens with draft_len=4, got 64.0"),
+        ({"draft_len": -1}, r"draft_len must lie in 0\.\.31"),
+        ({"draft_len": 1.5}, r"draft_len must lie in 0\.\.31"),
+        ({"draft_len": "8"}, r"draft_len must lie in 0\.\.31"),
+        ({"draft_len": 8, "max_q_len": 8}, r"draft_len must lie in 0\.\.7"),
+        ({"max_q_len": 99}, r"options\['max_q_len'\] must lie in 1\.\.64"),
+        ({"graphs": True}, "unknown option 'graphs'"),
+        ({"plan": None}, "plan is what moe_calibrate makes"),
+        ({"ratio": 2.0}, r"plan\.moe\.ratio: must lie in 0\.\.1"),
+        ({"top_k": 0}, r"plan\.moe\.top_k: must be at least 1"),
+        ({"substitute": True}, r"plan\.moe\.substitute: needs expert_budget"),
+        ({"texts": []}, "texts must be a list of strings or of token ids, got none with tokens"),
+        ({"texts": [[], torch.zeros(0)]}, "got none with tokens"),
+        ({"texts": "abc"}, "texts must be a list of strings or of token ids, got str"),
+        ({"texts": tokens(40)}, "texts must be a list of strings or of token ids, got Tensor"),
+        ({"texts": 3}, "texts must be a list of strings or of token ids, got int"),
+        ({"texts": [tokens(40), [1, "a"]]}, r"texts\[1\] is neither"),
+        ({"texts": [tokens(40), None]}, r"texts\[1\] is neither"),
+        ({"texts": [1, 2]}, r"token ids must be 1-D integers, got torch.int64 \[\] in texts\[0\]"),
+        ({"texts": [tokens(40) > 9]}, r"token ids must be 1-D integers, got torch.bool \[40\] in texts\[0\]"),
+        ({"texts": [tokens(40), [-1] * 40]}, rf"token ids must lie in 0\.\.{VOCAB - 1}, got -1 in texts\[1\]"),
+        ({"texts": [tokens(40), [VOCAB] * 40]}, rf"token ids must lie in 0\.\.{VOCAB - 1}, got {VOCAB} in texts\[1\]"),
+    ],
+)
+def test_bad_arguments_are_named_before_the_model_runs(
+    monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], text: str
+) -> None:
+    monkeypatch.setattr("spec_compile.calibrate._routings", never)
+    with pytest.raises((OptionsError, PlanError), match=text):
+        calibrate(**change)
+
+
+@pytest.mark.parametrize(
+    ("weight", "text"),
+    [
+        ([[1.0, 0.0, 0.0]], "nothing to skip: the lowest 2 experts hold no weight in half of the rows of every layer"),
+        ([[0.6, 0.4]], r"skip must lie in 1\.\.1, a row has 2 experts, got 2"),
+        ([[1.0]], "skip must be None where a row has one expert, got 2"),
+        (None, "Qwen3MoeForCausalLM calls none of its experts"),
+    ],
+)
+def test_routers_that_leave_nothing_to_skip(monkeypatch: pytest.MonkeyPatch, weight: Any, text: str) -> None:
+    """The layer with the fewest choices decides."""
+    layers = [torch.tensor(w) for w in ([[0.5, 0.5, 0.0, 0.0, 0.0]], weight)] if weight else []
+    found = {layer: (torch.zeros(w.shape, dtype=torch.int64), w) for layer, w in enumerate(layers)}
+    monkeypatch.setattr("spec_compile.calibrate._routings", lambda *_: found)
+    with pytest.raises(OptionsError, match=text):
+        calibrate(2)
+
+
+def never(*args: Any) -> Any:
+    raise AssertionError("the model ran")
+
+
+def test_models_that_will_not_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("spec_compile.calibrate._routings", never)
     with pytest.raises(OptionsError, match="has no MoE layer"):
         calibrate(1, model=build("llama", "sdpa"))
+    with pytest.raises(OptionsError, match="model must be a transformers causal LM, got str"):
+        calibrate(1, model="qwen3_moe")
+    model = build("mixtral", "sdpa")
+    with pytest.raises(OptionsError, match=r"model is in training mode: call model\.eval\(\)"):
+        calibrate(1, model=model.train())
+    model.eval().set_experts_implementation("eager")
+    with pytest.raises(OptionsError, match=r"experts run in a Python loop .* call spec_compile\.prepare\(model\)"):
+        calibrate(1, model=model)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss"])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import types
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 
 pytest.importorskip("transformers", minversion="5.17")
 
-from spec_compile import VerifyCache, explain, prepare, restore
+from spec_compile import VerifyCache, compile_verify, explain, prepare, restore
 from spec_compile.errors import OptionsError
 from spec_compile.models import hooks
 from spec_compile.models.zoo import FAMILIES, VOCAB, build
@@ -216,6 +217,53 @@ def test_experts_with_another_activation_are_left_to_transformers() -> None:
     assert calls.experts == 1
     with torch.no_grad():
         assert close(found, eager(input_ids=tokens(5), use_cache=False).logits)
+
+
+def other_gate(experts: Any) -> None:
+    experts._apply_gate = types.MethodType(lambda self, v: torch.tanh(v.chunk(2, -1)[0]) * v.chunk(2, -1)[1], experts)
+
+
+OVERRIDES: dict[str, Callable[[Any], Any]] = {
+    "gate": other_gate,
+    "forward": lambda experts: setattr(experts.act_fn, "forward", torch.tanh),
+    "hook": lambda experts: experts.act_fn.register_forward_hook(lambda module, args, out: 2 * out),
+    "pre-hook": lambda experts: experts.act_fn.register_forward_pre_hook(lambda module, args: (-args[0],)),
+}
+
+
+@pytest.mark.parametrize("change", OVERRIDES)
+def test_instances_with_a_gate_or_activation_of_their_own_are_left_to_transformers(change: str) -> None:
+    """Eager and compiled: their class says another thing than they compute."""
+    plain, wanted, model = (build("mixtral", "eager"), build("mixtral", "eager"), prepare(build("mixtral", "sdpa")))
+    for held in (wanted, model):
+        OVERRIDES[change](held.model.layers[1].mlp.experts)
+    with torch.no_grad(), Calls() as calls:
+        found = model(input_ids=tokens(5), use_cache=False).logits
+    assert calls.experts == 1
+    with torch.no_grad():
+        right = wanted(input_ids=tokens(5), use_cache=False).logits
+        assert close(found, right) and not close(right, plain(input_ids=tokens(5), use_cache=False).logits)
+    verify = compile_verify(model, VerifyCache(model, 20), 4, codegen="eager")
+    assert close(verify(tokens(5)), right)
+
+
+@pytest.mark.parametrize("error", [ValueError("no such experts"), KeyboardInterrupt()], ids=["error", "interrupt"])
+def test_a_failed_switch_of_experts_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    model = build("mixtral", "sdpa")
+    attributes, switch = set(vars(model)), type(model).set_experts_implementation
+
+    def fail(self: Any, given: Any) -> None:
+        switch(self, given)
+        if given == hooks.NAME:
+            raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(model), "set_experts_implementation", fail)
+        with pytest.raises(type(error)):
+            prepare(model)
+    assert (model.config._attn_implementation, model.config._experts_implementation) == ("sdpa", "batched_mm")
+    assert set(vars(model)) == attributes
+    restore(prepare(model))
 
 
 def test_experts_that_are_quantised_keep_their_implementation() -> None:

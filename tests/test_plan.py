@@ -77,7 +77,7 @@ def moe_plans(draw: st.DrawFn) -> MoePlan:
     expert_budget = draw(maybe(COUNTS))
     return MoePlan(
         skip=skip,
-        betas=None if skip is None else draw(st.lists(UNIT, max_size=6).map(tuple)),
+        betas=None if skip is None else draw(st.lists(UNIT, min_size=1, max_size=6).map(tuple)),
         ratio=draw(maybe(UNIT)),
         top_k=draw(maybe(COUNTS)),
         expert_budget=expert_budget,
@@ -216,6 +216,9 @@ BAD: list[tuple[Any, str]] = [
     ({"ffn": {"include": [-1]}}, "plan.ffn.include: layers count from 0"),
     ({"moe": {"skip": 0, "betas": [0.1]}}, "plan.moe.skip: must be at least 1"),
     ({"moe": {"skip": 1}}, "plan.moe.betas: skip and betas go together"),
+    ({"moe": {"skip": 1, "betas": []}}, "plan.moe.betas: needs a share for every MoE layer, got none"),
+    ({"moe": {"calibration": {"kl": float("nan")}}}, "plan.moe.calibration.kl: must be finite, got nan"),
+    ({"moe": {"calibration": {"baseline_kl": float("inf")}}}, "plan.moe.calibration.baseline_kl: must be finite, got inf"),
     ({"moe": {"betas": [0.1]}}, "plan.moe.betas: skip and betas go together"),
     ({"moe": {"skip": 1, "betas": [0.1, 2.0]}}, "plan.moe.betas[1]: must lie in 0..1"),
     ({"moe": {"ratio": -0.1}}, "plan.moe.ratio: must lie in 0..1"),

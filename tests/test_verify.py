@@ -13,7 +13,8 @@ pytest.importorskip("transformers", minversion="5.17")
 
 from transformers import DynamicCache, StaticCache
 
-from spec_compile import SparsityPlan, VerifyCache, VerifyFunction, compile_verify, explain
+from spec_compile import AttentionPlan, MoePlan, SparsityPlan, VerifyCache, VerifyFunction, compile_verify, explain
+from spec_compile.classify import EXPERT_LOOP
 from spec_compile.errors import CacheError, OptionsError, PlanError, PlanNotYetError, StrictError
 from spec_compile.models.reference_decoder import Decoder, DecoderCache, DecoderConfig
 from spec_compile.models.zoo import FAMILIES, VOCAB, WINDOW, build
@@ -354,6 +355,29 @@ def test_sparse_steps_need_a_plan() -> None:
         verify(tokens(5, 0, 2), sparse=True)
     verify(tokens(5, 0, 2), sparse=False)
     assert verify.cache.length == 5
+
+
+@pytest.mark.parametrize(
+    "plan", [SparsityPlan(AttentionPlan()), SparsityPlan(moe=MoePlan(skip=1, betas=(0, 0))), SparsityPlan(moe=MoePlan(ratio=0))]
+)
+def test_sparse_steps_of_an_exact_plan(plan: SparsityPlan) -> None:
+    """It is given, but takes nothing away: another message than for no plan."""
+    with pytest.raises(
+        OptionsError,
+        match=r"sparse=True needs a plan that is not exact: .* moe=MoePlan\(\.\.\.\) a top_k, .* or a beta above 0",
+    ):
+        llama_verify(plan=plan)(tokens(5, 0, 2), sparse=True)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_experts_in_an_eager_loop_are_named(masked: bool) -> None:
+    """Not the padding mask, which would not help."""
+    model = build("qwen3_moe", "sdpa")
+    model.set_experts_implementation("eager")
+    verify = verifier(model, VerifyCache(model, MAX_LEN))
+    with pytest.raises(OptionsError) as caught:
+        verify(tokens(5), attention_mask=torch.ones(1, 5, dtype=torch.int64) if masked else None)
+    assert str(caught.value) == EXPERT_LOOP
 
 
 def test_a_full_cache_fails_before_the_write() -> None:

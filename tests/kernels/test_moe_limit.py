@@ -275,6 +275,17 @@ def test_substitutes_by_biased_score_weigh_without_it(name: str, score: str) -> 
     assert choices(check(rows, Rules(expert_budget=3, substitute=True), 8, name, logits=logits, score=score))[0] == [0, 3]
 
 
+@each
+@pytest.mark.parametrize(("score", "low"), [("sigmoid", [-200.0] * 4), ("softmax", [0.0, 0.0, -200.0, -200.0])])
+def test_substitutes_of_a_row_whose_scores_underflow_weigh_nothing(name: str, score: str, low: list[float]) -> None:
+    """Chosen by the bias: neither weights nor scores have a sum to share."""
+    rows, logits = [([2, 3], [0.0, 0.0]), ([0, 1], [0.75, 0.25])], [low, [3.0, 2.0, 1.0, 0.0]]
+    for renormalise in (False, True):
+        rules = Rules(expert_budget=2, substitute=True, renormalise=renormalise)
+        found = check(rows, rules, 4, name, logits=logits, bias=[0.0, 0.0, 1.0, 2.0], score=score)
+        assert found[0] == ([2, 0], [0.0, 0.0]) and found[1][0] == [0, 2]
+
+
 ALL = Rules(1, 2, 1.0, 1.0, 1, True, True)
 
 

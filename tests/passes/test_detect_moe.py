@@ -17,6 +17,8 @@ from spec_compile.passes import detect_moe
 from spec_compile.passes.base import PassContext, Rejection
 from spec_compile.passes.canonicalize import Canonicalize
 from spec_compile.passes.check_rewrite import CheckRewrite
+from spec_compile.passes.moe_experts_match import find_experts, match_experts
+from spec_compile.passes.regions import writes_by_storage
 from spec_compile.pipeline import run_passes
 from spec_compile.report import RewriteReport
 
@@ -737,6 +739,323 @@ def test_a_write_into_an_input_is_no_part_of_a_region() -> None:
     check_refused(fn, [*layer()[1], torch.zeros(N * K, dtype=torch.int64)], "not the inverse of the sort")
 
 
+def cast_gate(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    return lambda v: F.silu(v[..., :INNER]) * v[..., INNER:].to(dtype)
+
+
+CAST_MUTANTS: dict[str, tuple[str, Parts]] = {
+    "outer": ("batched_mm", Parts(outer=lambda v: v.int().float())),
+    "outer, grouped": ("grouped_mm", Parts(outer=lambda v: v.int().float())),
+    "outer, gathered": ("gather", Parts(outer=lambda v: v.int().float())),
+    "inner": ("batched_mm", Parts(inner=lambda v: v.int().float())),
+    "inner, grouped": ("grouped_mm", Parts(inner=lambda v: v.long().float())),
+    "up": ("batched_mm", Parts(gate=cast_gate(torch.int32))),
+    "up to bool": ("batched_mm", Parts(gate=cast_gate(torch.bool))),
+    "rows": ("grouped_mm", Parts(gather=lambda x, order: x[order // K].int().float())),
+}
+
+
+@pytest.mark.parametrize("name", CAST_MUTANTS)
+def test_values_cast_to_integers_on_the_way(name: str) -> None:
+    form, parts = CAST_MUTANTS[name]
+    check_refused(*layer(form, parts), "is rounded to torch.")
+
+
+def test_weights_that_are_not_floating() -> None:
+    def route(logits: Tensor) -> tuple[Tensor, Tensor]:
+        choice, weight = route_mixtral(logits)
+        return choice, (weight * 8).int()
+
+    check_refused(*layer(route=route), "routing weights are torch.int32")
+
+
+def test_a_view_regroups_the_halves() -> None:
+    """Each row's gate is a whole product here, its up another one's."""
+
+    def fn(x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor, form: str) -> Any:
+        choice, weight = route_mixtral(logits)
+        ids, pairs = flat_ids(choice), N * K
+        value = torch.bmm(gate_up[ids], x.repeat_interleave(K, 0).unsqueeze(-1)).squeeze(-1).view(2 * pairs, INNER)
+        first, second = value.chunk(2, -1)
+        value = F.silu(first) * second
+        rows = value.reshape(pairs, INNER, 1) if form == "at once" else value.reshape(pairs, INNER).unsqueeze(-1)
+        return (torch.bmm(down[ids], rows).squeeze(-1) * weight.reshape(-1, 1)).view(-1, K, H).sum(1)
+
+    check_refused(lambda *given: fn(*given, form="at once"), layer()[1], "ends in reshape, not in a product of gate and up")
+    check_refused(lambda *given: fn(*given, form="in two"), layer()[1], "ends in reshape, not in a product of gate and up")
+
+    def across(x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor) -> Any:
+        choice, weight = route_mixtral(logits)
+        value = torch.einsum("ti,taoi->tao", x, gate_up[choice]).view(N, 2 * K, INNER)
+        first, second = value[..., : INNER // 2], value[..., INNER // 2 :]
+        value = torch.einsum("tao,taio->tai", (F.silu(first) * second).view(N, K, INNER), down[choice])
+        return torch.einsum("tai,ta->ti", value, weight)
+
+    check_refused(across, layer()[1], "ends in view, not in a product of gate and up")
+
+
+def sorted_with_bias(pick: Callable[[Tensor, Tensor], Tensor], early: bool = False) -> Callable[..., Any]:
+    """Grouped products whose second bias is picked by ``pick(choice, sorted ids)``, after the sort is undone or before."""
+
+    def fn(x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor, bias: Tensor) -> Any:
+        choice, weight = route_mixtral(logits)
+        ids, perm = torch.sort(choice.reshape(-1))
+        offs = torch.cumsum(torch.histc(ids.float(), bins=E, min=0, max=E - 1), dim=0, dtype=torch.int32)
+        product = torch.ops.transformers.grouped_mm_fallback
+        value = product(gate_silu(product(x[perm // K], gate_up.transpose(-2, -1), offs)), down.transpose(-2, -1), offs)
+        picked = bias[pick(choice, ids)]
+        value = (value + picked)[perm.argsort()] if early else value[perm.argsort()] + picked
+        return (value * weight.reshape(-1, 1)).view(-1, K, H).sum(1)
+
+    return fn
+
+
+def test_biases_come_in_the_order_of_the_pairs() -> None:
+    inputs = [*layer()[1], torch.randn(E, H)]
+    for early in (False, True):
+        by_sorted, by_choice = (sorted_with_bias(lambda c, s: s, early), sorted_with_bias(lambda c, s: c.reshape(-1), early))
+        right, wrong = (by_sorted, by_choice) if early else (by_choice, by_sorted)
+        assert run(right, inputs).hits == 1
+        check_refused(wrong, inputs, "the bias is picked by other ids than the weights")
+
+
+def test_views_as_another_dtype_are_no_views() -> None:
+    def bits(value: Tensor) -> Tensor:
+        return value.view(torch.float16).bfloat16()
+
+    for parts in (Parts(inner=bits), Parts(outer=bits), Parts(gate=lambda v: gate_silu(bits(v)))):
+        fn, inputs = layer(parts=parts, dtype=torch.bfloat16)
+        check_refused(fn, inputs, "view")
+    check_refused(*layer(parts=Parts(outer=lambda v: v.view(torch.int32))), "view stands between the down product")
+
+    def bit_weights(logits: Tensor) -> tuple[Tensor, Tensor]:
+        choice, weight = route_mixtral(logits)
+        return choice, weight.view(torch.int32)
+
+    check_refused(*layer(route=bit_weights), "routing weights are torch.int32")
+
+
+@pytest.mark.parametrize(
+    ("of_scores", "of_weights", "proven"),
+    [
+        (lambda s: s.half().float(), lambda w: w, True),
+        (lambda s: s.half().view(torch.bfloat16).float(), lambda w: w, False),
+        (lambda s: s, lambda w: w.half().view(torch.bfloat16).float(), False),
+        (lambda s: s, lambda w: w.unsqueeze_(0).squeeze(0), False),
+    ],
+)
+def test_attention_does_not_look_through_them_either(
+    of_scores: Callable[[Tensor], Tensor], of_weights: Callable[[Tensor], Tensor], proven: bool
+) -> None:
+    def fn(q: Tensor, new: Tensor, keys: Tensor, values: Tensor, at: Tensor) -> Tensor:
+        keys.index_copy_(2, at, new)
+        values.index_copy_(2, at, new)
+        return of_weights(of_scores(q @ keys.transpose(2, 3)).softmax(-1)) @ values
+
+    given = [torch.randn(1, 2, 3, 8), torch.randn(1, 2, 3, 8), torch.randn(1, 2, 20, 8), torch.randn(1, 2, 20, 8)]
+    gm, ctx = trace(fn, [*given, torch.arange(3)]), PassContext()
+    run_passes(gm, ctx, RewriteReport())
+    [found] = ctx.attentions
+    assert bool(found) == proven, found
+
+
+@torch.no_grad()
+def test_operands_whose_shape_is_changed_in_place() -> None:
+    """The call that changes the shape stays where it is, whatever reads the operand."""
+
+    def late(x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor) -> Any:
+        choice, weight = route_mixtral(logits)
+        ids = flat_ids(choice)
+        value = gate_silu(torch.bmm(gate_up[ids], x.repeat_interleave(K, 0).unsqueeze(-1)).squeeze(-1))
+        value = torch.bmm(down[ids], value.unsqueeze(-1)).squeeze(-1).view(-1, K, H)
+        return (value * weight.unsqueeze_(-1)).sum(1)
+
+    def early(x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor) -> Any:
+        choice, weight = route_mixtral(logits)
+        choice.unsqueeze_(0)
+        weight.unsqueeze_(0)
+        return batched(x, choice, weight, Weights(gate_up, down), Parts())
+
+    check_refused(late, layer()[1], "the routing weights are not [N, 2]")
+    check_refused(early, layer()[1], "do not come from a top-k over the experts")
+
+    def weights_only(x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor) -> Any:
+        choice, weight = route_mixtral(logits)
+        weight.unsqueeze_(0)
+        return batched(x, choice, weight, Weights(gate_up, down), Parts())
+
+    outcome = run(weights_only, layer()[1])
+    assert (outcome.hits, outcome.count(ROUTE)) == (1, 0)
+
+    def last(x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor) -> Any:
+        def transposed(value: Tensor) -> Tensor:
+            x.unsqueeze_(0)
+            return value
+
+        return batched(x, *route_mixtral(logits), Weights(gate_up, down), Parts(outer=transposed))
+
+    gm, ctx = trace(last, layer()[1]), PassContext(lowering="reference")
+    Canonicalize().run(gm, ctx)
+    assert detect_moe.DetectMoe().run(gm, ctx).hits == 0
+    assert "writes the operand x_1" in ctx.moes[0].reason
+
+
+def test_writes_to_both_results_of_a_rewritten_router() -> None:
+    """One is not forgotten over the other."""
+
+    def program(x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor, at: int) -> Any:
+        routed = route_mixtral(logits)
+        first = batched(x, *routed, Weights(gate_up, down), Parts())
+
+        def write(value: Tensor) -> Tensor:
+            routed[at].mul_(0)
+            return value
+
+        out = batched(first, *routed, Weights(gate_up, down), Parts(weigh=lambda v, w: write(v * w)))
+        routed[1 - at].mul_(2)
+        return out, routed[1] + 0
+
+    def choice_first(*given: Tensor) -> Any:
+        return program(*given, at=0)
+
+    def weight_first(*given: Tensor) -> Any:
+        return program(*given, at=1)
+
+    for fn in (choice_first, weight_first):
+        outcome = run(fn, layer()[1])
+        assert (outcome.hits, outcome.count(ROUTE)) == (1, 1)
+        assert "writes the operand" in outcome.reasons[0]
+
+
+ALIASES: dict[str, Callable[[Tensor], Tensor]] = {
+    "atleast_2d": torch.atleast_2d, "atleast_3d": torch.atleast_3d, "atleast_3d of a list": lambda x: torch.atleast_3d([x])[0],
+    "unsafe_chunk": lambda x: torch.unsafe_chunk(x, 1)[0], "unsafe_split": lambda x: x.unsafe_split(2)[1],
+    "unsafe_split_with_sizes": lambda x: x.unsafe_split_with_sizes([2, 3])[1], "lift": torch.ops.aten.lift,
+    "broadcast_tensors": lambda x: torch.broadcast_tensors(torch.ones(1), x)[1],
+    "select": lambda x: x[1], "view_as": lambda x: x.view_as(x), "dropout": lambda x: F.dropout(x, 0.5, False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ALIASES)
+def test_writes_through_aliases_of_an_operand(name: str) -> None:
+    def fn(x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor) -> Any:
+        alias = ALIASES[name](x)
+
+        def write(value: Tensor) -> Tensor:
+            alias.mul_(2)
+            return value
+
+        return batched(x, *route_mixtral(logits), Weights(gate_up, down), Parts(outer=write))
+
+    check_refused(fn, layer()[1], "writes the operand")
+
+
+def test_a_storage_that_is_set() -> None:
+    def fn(x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor) -> Any:
+        alias = torch.empty(0).set_(x)
+
+        def write(value: Tensor) -> Tensor:
+            alias.mul_(2)
+            return value
+
+        return batched(x, *route_mixtral(logits), Weights(gate_up, down), Parts(outer=write))
+
+    check_refused(fn, layer()[1], "gives a tensor the storage of another one")
+
+
+def test_inputs_that_share_a_storage() -> None:
+    def fn(x: Tensor, flat: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor) -> Any:
+        def write(value: Tensor) -> Tensor:
+            flat.mul_(2)
+            return value
+
+        return batched(x, *route_mixtral(logits), Weights(gate_up, down), Parts(outer=write))
+
+    x, *others = layer()[1]
+    gm, ctx = trace(fn, [x, x.view(-1), *others]), PassContext(lowering="reference")
+    assert detect_moe.DetectMoe().run(gm, ctx).hits == 0
+    assert "writes the operand x_1" in ctx.moes[0].reason
+    assert run(fn, [x, x.flatten().clone(), *others]).hits == 1
+
+
+@pytest.mark.parametrize(("behind", "hits"), [("repeat_interleave", 0), ("bmm_1", 0), ("topk", 1), ("sum_2", 1)])
+def test_calls_that_may_write_what_they_are_given(behind: str, hits: int) -> None:
+    """A Triton kernel of the user's: whatever it gets may change, so none may stand between the reads and the new call."""
+    from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
+
+    gm, ctx = trace(*layer()), PassContext(lowering="reference")
+    x = next(iter(gm.graph.nodes))
+    [place] = [node for node in gm.graph.nodes if node.name == behind]
+    with gm.graph.inserting_after(place):
+        gm.graph.call_function(triton_kernel_wrapper_mutation, (), {"kernel_idx": 0, "grid": [(1, 1, 1)], "kwargs": {"out": x}})
+    Canonicalize().run(gm, ctx)
+    assert detect_moe.DetectMoe().run(gm, ctx).hits == hits, ctx.moes
+    if not hits:
+        assert "triton_kernel_wrapper_mutation may write what it is given" in ctx.moes[0].reason
+
+
+@pytest.mark.parametrize("operand", ["x", "choice", "weight", "gate_up", "down"])
+def test_operands_on_another_device(operand: str) -> None:
+    """On fake tensors; the experts' call reads all of them on one device."""
+    gm = trace(*layer())
+    experts = match_experts(*find_one(gm))
+    node = getattr(experts, operand)
+    with node.meta["val"].fake_mode:
+        node.meta["val"] = torch.empty_like(node.meta["val"], device="meta")
+    found = match_experts(*find_one(gm))
+    assert isinstance(found, Rejection)
+    assert "is on meta" in found.reason or "input on meta" in found.reason, found
+
+
+def find_one(gm: torch.fx.GraphModule) -> tuple[Any, Any, Any]:
+    [anchor], products = find_experts(gm.graph)
+    return anchor, products, writes_by_storage(gm.graph)
+
+
+def test_a_batched_product_by_an_input_is_not_taken_for_experts() -> None:
+    """Attention over caches ``[B, S, D]``, and a product by a stack of weights, are no MoE layers."""
+
+    def attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+        return F.softmax(torch.bmm(q, keys.transpose(1, 2)) + mask, -1) @ values
+
+    def activated(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+        return torch.bmm(F.silu(torch.bmm(x.transpose(0, 1), w)), v)
+
+    given = [torch.randn(3, 4, 6), torch.randn(3, 7, 6), torch.randn(3, 7, 6), torch.randn(4, 7)]
+    assert run(attention, given).ctx.moes == []
+    assert run(activated, [torch.randn(4, 3, 6), torch.randn(3, 6, 5), torch.randn(3, 5, 6)]).ctx.moes == []
+
+
+@pytest.mark.parametrize("form", LAYERS)
+@pytest.mark.parametrize("act", [lambda v: F.relu(v).square(), F.mish, lambda v: F.softplus(v) ** 2, F.hardswish])
+def test_experts_without_a_gate_are_one_layer(form: str, act: Callable[[Tensor], Tensor]) -> None:
+    """As Nemotron-H has them, with ``relu(x) ** 2``."""
+    fn, inputs = layer(form, Parts(gate=act))
+    inputs[2] = inputs[2][:, :INNER].contiguous()
+    outcome = run(fn, inputs)
+    [reason] = outcome.reasons
+    assert "not in a product of gate and up" in reason, reason
+
+
+def test_layers_of_one_choice_without_a_sum_are_two_layers() -> None:
+    """Nothing but a residual stands between them."""
+
+    def one(x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        weight, choice = torch.topk(F.softmax(logits, -1), 1)
+        value = gate_silu(torch.einsum("ti,taoi->tao", x, gate_up[choice]))
+        return torch.einsum("tao,taio->tai", value, down[choice]).squeeze(1) * weight
+
+    def both(x: Tensor, logits: Tensor, other: Tensor, gate_up: Tensor, down: Tensor) -> Any:
+        x = x + one(x, logits, gate_up, down)
+        return x + one(x, other, gate_up, down)
+
+    x, logits, *weights = layer()[1]
+    outcome = run(both, [x, logits, logits.flip(-1), *weights])
+    first, second = outcome.reasons
+    assert "must have one reader each" in first
+    assert second.startswith("no sum over the chosen experts")
+
+
 # Routers
 
 
@@ -882,6 +1201,36 @@ def scaled_bias(logits: Tensor) -> tuple[Tensor, Tensor]:
     return choice, scores.gather(1, choice)
 
 
+def floored(logits: Tensor) -> tuple[Tensor, Tensor]:
+    weight, choice = torch.topk(F.softmax(logits, -1), K)
+    return choice, torch.div(weight, 0.5, rounding_mode="floor")
+
+
+def grouped_by(**how: Any) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """DeepSeek's groups with a dtype of the sums or a reduction of the scatter."""
+
+    def route(logits: Tensor) -> tuple[Tensor, Tensor]:
+        scores = logits.sigmoid()
+        contest = scores + BIAS
+        sums = contest.view(-1, 2, E // 2).topk(2, -1)[0].sum(-1, dtype=how.get("dtype"))
+        chosen = torch.topk(sums, 1, -1)[1]
+        mask = torch.zeros_like(sums)
+        mask = mask.scatter_(1, chosen, 1, reduce=how["reduce"]) if "reduce" in how else mask.scatter_(1, chosen, 1)
+        mask = mask.unsqueeze(-1).expand(-1, 2, E // 2).reshape(-1, E).bool()
+        choice = torch.topk(contest.masked_fill(~mask, float("-inf")), K)[1]
+        return choice, scores.gather(1, choice)
+
+    return route
+
+
+def topk_first_in(dtype: torch.dtype) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    def route(logits: Tensor) -> tuple[Tensor, Tensor]:
+        value, choice = torch.topk(logits, K)
+        return choice, F.softmax(value, -1, dtype=dtype).float()
+
+    return route
+
+
 KEPT: dict[str, tuple[Callable[[Tensor], tuple[Tensor, Tensor]], str]] = {
     "weights of another router": (leaky_scores, "routing weights come from aten.mul"),
     "another normalisation": (divided_by_more, "divided by something other than their sum"),
@@ -891,6 +1240,11 @@ KEPT: dict[str, tuple[Callable[[Tensor], tuple[Tensor, Tensor]], str]] = {
     "an unknown score": (tanh_scores, "scores come from aten.tanh"),
     "a bias that is none": (scaled_bias, "not one bias for each expert"),
     "groups filled with zeros": (route_deepseek(BIAS, 2, 1, fill=0.0), "experts of other groups count as 0.0"),
+    "a floored quotient": (floored, "divided by something other than their sum"),
+    "groups summed in bfloat16": (grouped_by(dtype=torch.bfloat16), "a group's score is summed with dtype=torch.bfloat16"),
+    "groups multiplied": (grouped_by(reduce="multiply"), "not zeros with ones at the chosen groups"),
+    "top-k first in float64": (topk_first_in(torch.float64), "scores are computed in torch.float64"),
+    "top-k first in bfloat16": (topk_first_in(torch.bfloat16), "the softmax over the chosen experts is taken in torch.bfloat16"),
     "tiled groups": (route_deepseek(BIAS, 2, 1, across=True), "not spread over the experts of each group"),
 }
 
