@@ -17,6 +17,7 @@ from spec_compile.kernels.providers import why_no_upkeep
 from spec_compile.passes.attention_match import AttentionMatch
 from spec_compile.passes.base import Pass, PassContext, PassReport, Rejection, Stage, register_pass
 from spec_compile.passes.cache_writes import first_row
+from spec_compile.passes.layer_filter import require_layers, why_left_out
 from spec_compile.passes.nodes import shape, tensor, writes_by_root
 
 
@@ -135,12 +136,7 @@ def assign_roles(plan: ReusePlan, layers: Sequence[LayerKind]) -> list[Role]:
         PlanError: the plan names a layer that the graph does not have, a pattern of another length, or an anchor that is dense.
     """
     total = len(layers)
-    for field in ("anchors", "include", "exclude"):
-        for layer in getattr(plan, field) or ():
-            if layer >= total:
-                raise PlanError(
-                    f"plan.attention.{field}: layer {layer} does not exist, the model has attention layers 0..{total - 1}"
-                )
+    require_layers(plan, "attention", ("anchors", "include", "exclude"), "attention", total)
     pattern = plan.index_topk_pattern
     if pattern is not None and len(pattern) != total:
         missing = f"layer {len(pattern)} has no letter" if len(pattern) < total else f"layer {total} does not exist"
@@ -148,7 +144,7 @@ def assign_roles(plan: ReusePlan, layers: Sequence[LayerKind]) -> list[Role]:
     roles: list[Role] = []
     latest: dict[Hashable, int] = {}
     for index, layer in enumerate(layers):
-        dense = _why_dense(plan, index, layer)
+        dense = layer.refusal or why_left_out(plan, index)
         if dense:
             if index in (plan.anchors or ()):
                 raise PlanError(f"plan.attention.anchors: layer {index} ({layer.name}) cannot select, it stays dense: {dense}")
@@ -167,16 +163,6 @@ def assign_roles(plan: ReusePlan, layers: Sequence[LayerKind]) -> list[Role]:
             continue
         latest[layer.geometry] = index
     return roles
-
-
-def _why_dense(plan: ReusePlan, index: int, layer: LayerKind) -> str:
-    if layer.refusal:
-        return layer.refusal
-    if index < plan.dense_first:
-        return f"among the first {plan.dense_first} layers"
-    if index in plan.exclude:
-        return "excluded"
-    return "not included" if plan.include is not None and index not in plan.include else ""
 
 
 def _selects(plan: ReusePlan, index: int) -> bool:

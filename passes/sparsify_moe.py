@@ -26,6 +26,7 @@ from spec_compile.errors import PlanError
 from spec_compile.kernels import library
 from spec_compile.passes.base import Pass, PassContext, PassReport, Rejection, Stage, register_pass
 from spec_compile.passes.emit import Emitter
+from spec_compile.passes.layer_filter import require_layers, why_left_out
 from spec_compile.passes.moe_route_match import RouteMatch
 from spec_compile.passes.nodes import aten, fake_mode, layer_name, shape, tensor
 from spec_compile.passes.regions import storage, writes_by_storage
@@ -117,10 +118,7 @@ def assign_limits(plan: LimitPlan, layers: Sequence[LayerRouting]) -> list[Limit
             experts of a row.
     """
     total = len(layers)
-    for field in ("include", "exclude"):
-        for layer in getattr(plan, field) or ():
-            if layer >= total:
-                raise PlanError(f"plan.moe.{field}: layer {layer} does not exist, the model has MoE layers 0..{total - 1}")
+    require_layers(plan, "moe", ("include", "exclude"), "MoE", total)
     if plan.betas is not None and len(plan.betas) != total:
         given = len(plan.betas)
         missing = f"layer {given} has none" if given < total else f"layer {total} does not exist"
@@ -129,7 +127,7 @@ def assign_limits(plan: LimitPlan, layers: Sequence[LayerRouting]) -> list[Limit
 
 
 def _limit(plan: LimitPlan, index: int, layer: LayerRouting) -> Limit:
-    exact = _why_exact(plan, index, layer)
+    exact = layer.refusal or why_left_out(plan, index, "MoE")
     if exact:
         return Limit(note=exact)
     if plan.skip is not None and plan.skip >= layer.top_k:
@@ -152,16 +150,6 @@ def _limit(plan: LimitPlan, index: int, layer: LayerRouting) -> Limit:
     if renormalise is None:
         return Limit(note=f"whether the router renormalises is not known, set plan.moe.renormalize: {layer.unproven}")
     return Limit(**{**vars(limit), "renormalise": renormalise})
-
-
-def _why_exact(plan: LimitPlan, index: int, layer: LayerRouting) -> str:
-    if layer.refusal:
-        return layer.refusal
-    if index < plan.dense_first:
-        return f"among the first {plan.dense_first} MoE layers"
-    if index in plan.exclude:
-        return "excluded"
-    return "not included" if plan.include is not None and index not in plan.include else ""
 
 
 @register_pass("sparsify_moe", Stage.SPARSIFY, exact=False)
