@@ -1,19 +1,24 @@
-"""A whole verify step of an unmodified transformers model on a CUDA device: 8 layers of Llama-3.1-8B and lm_head, bfloat16.
+"""A whole verify step of an unmodified transformers model on a CUDA device, bfloat16: lm_head and 8 layers of Llama-3.1-8B, or 4
+of Qwen3-30B-A3B.
 
     python benchmarks/verify_step.py [--points 1x32768 1x131072 8x32768] [--rows 9 8 1] [--peers sdpa flex] [--profile]
                                      [--budget 0.125] [--block-size 64] [--reuse 4] [--json FILE] [--plot FILE.png]
+    python benchmarks/verify_step.py --model qwen3-30b --points 1x32768 --rows 8 --peers sdpa [--expert-budget 24] ...
 
 Weights are random; the cache is full up to the rows of the step. ``ours`` is ``sc.compile_verify(model, cache,
 cudagraphs=True)``; peers are ``torch.compile(model, mode="reduce-overhead")`` over a StaticCache with attn_implementation
 ``sdpa`` and ``flex_attention`` (the latter a peer in speed only: with a StaticCache its mask is wrong for T > 1). Times are
 medians in milliseconds: ``step`` between two events around the call, ``wall`` on the host up to the finished step, ``host``
-what the call costs the host besides the replay. ``limit`` is the time to read weights, K and V once at 4.3 TB/s. With
-``--budget`` (tokens, or a share of the live keys) a path ``sparse`` runs the same model under that plan.
+what the call costs the host besides the replay. ``limit`` is the time to read weights, K and V once at 4.3 TB/s; of experts,
+those that rows choose on average if they choose at random. With ``--budget`` (tokens, or a share of the live keys) and
+``--expert-budget`` (distinct experts a step) a path ``sparse`` runs the same model under that plan. Peers of a mixture run its
+experts as ``grouped_mm``.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
 import time
@@ -25,26 +30,40 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig, StaticCache
 
 import spec_compile as sc
 
 SLACK = 64
 
 
-def build(attention: str, layers: int) -> Any:
-    config = LlamaConfig(
-        hidden_size=4096, intermediate_size=14336, num_hidden_layers=layers, num_attention_heads=32, num_key_value_heads=8,
-        vocab_size=128256, max_position_embeddings=1 << 18, rope_theta=500000.0, attn_implementation=attention,
-        tie_word_embeddings=False,
-    )  # fmt: skip
+MODELS: dict[str, tuple[str, int, Callable[..., Any]]] = {
+    "llama-8b": (
+        "Llama-3.1-8B", 8,
+        functools.partial(
+            LlamaConfig, hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
+            vocab_size=128256, max_position_embeddings=1 << 18, rope_theta=500000.0, tie_word_embeddings=False,
+        ),
+    ),
+    "qwen3-30b": (
+        "Qwen3-30B-A3B", 4,
+        functools.partial(
+            Qwen3MoeConfig, hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768, num_attention_heads=32,
+            num_key_value_heads=4, head_dim=128, num_experts=128, num_experts_per_tok=8, norm_topk_prob=True, vocab_size=151936,
+            max_position_embeddings=1 << 18, rope_theta=1000000.0, tie_word_embeddings=False,
+        ),
+    ),
+}  # fmt: skip
+
+
+def build(name: str, attention: str, layers: int, device: str = "cuda") -> Any:
+    config = MODELS[name][2](num_hidden_layers=layers, attn_implementation=attention)
     torch.manual_seed(0)
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.device("cuda"):
-            return LlamaForCausalLM(config).eval()
-    finally:
-        torch.set_default_dtype(torch.float32)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    if getattr(config, "num_experts", 0):
+        model.set_experts_implementation("grouped_mm")
+    return model
 
 
 def fill(cache: Any, length: int) -> None:
@@ -127,6 +146,7 @@ def kernels_us(step: Callable[[], Any], back: Callable[[], None]) -> list[tuple[
 KINDS = (
     ("selection", ("_score_kernel", "contest_kernel", "_summary_kernel", "_row_sums_kernel", "_sum_kernel", "_share_kernel")),
     ("attention", ("_split_kernel", "_reduce_kernel")),
+    ("experts", ("_gate_up_kernel", "_down_kernel", "_combine_kernel", "_route_kernel", "_limit_kernel")),
     ("projections", ("_linears_kernel", "gemm", "nvjet", "cutlass", "cublas", "splitK")),
 )
 
@@ -144,7 +164,7 @@ def ours(model: Any, batch: int, rows: int, slots: int, profile: bool, plan: Any
     length = slots - rows - SLACK
     fill(cache, length)
     verify = sc.compile_verify(model, cache, draft_len=rows - 1, plan=plan, cudagraphs=True, strict=True)
-    ids = torch.randint(0, 128256, (batch, rows), device="cuda")
+    ids = torch.randint(0, model.config.vocab_size, (batch, rows), device="cuda")
 
     def back() -> None:
         rewind(cache, length)
@@ -163,12 +183,11 @@ def ours(model: Any, batch: int, rows: int, slots: int, profile: bool, plan: Any
 
 def peer(model: Any, batch: int, rows: int, slots: int) -> dict[str, Any]:
     cache = StaticCache(config=model.config, max_cache_len=slots)
-    head = model.config.hidden_size // model.config.num_attention_heads
-    cache.early_initialization(batch, model.config.num_key_value_heads, head, torch.bfloat16, model.device)
+    cache.early_initialization(batch, model.config.num_key_value_heads, model.config.head_dim, torch.bfloat16, model.device)
     length = slots - rows - SLACK
     fill(cache, length)
     compiled = torch.compile(model, mode="reduce-overhead", fullgraph=True)
-    ids = torch.randint(0, 128256, (batch, rows), device="cuda")
+    ids = torch.randint(0, model.config.vocab_size, (batch, rows), device="cuda")
 
     @torch.no_grad()
     def step() -> Any:
@@ -185,11 +204,16 @@ def peer(model: Any, batch: int, rows: int, slots: int) -> dict[str, Any]:
         return result | measure(step, lambda: rewind(cache, length))
 
 
-def limit_ms(model: Any, batch: int, slots: int, bandwidth: float) -> float:
-    weights = sum(p.numel() for name, p in model.named_parameters() if "embed_tokens" not in name) * 2
+def limit_ms(model: Any, batch: int, rows: int, slots: int, bandwidth: float) -> float:
     config = model.config
-    kv = 2 * batch * slots * config.num_key_value_heads * config.hidden_size // config.num_attention_heads * 2
-    return (weights + kv * config.num_hidden_layers) / bandwidth * 1e3
+    experts = getattr(config, "num_experts", 0)
+    # Share of the experts that somebody chooses, if rows choose at random.
+    read = 1 - (1 - config.num_experts_per_tok / experts) ** (batch * rows) if experts else 1.0
+    weights = sum(
+        p.numel() * (read if ".experts." in name else 1.0) for name, p in model.named_parameters() if "embed_tokens" not in name
+    )
+    kv = 2 * batch * slots * config.num_key_value_heads * config.head_dim
+    return 2 * (weights + kv * config.num_hidden_layers) / bandwidth * 1e3
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
@@ -213,9 +237,9 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def _save(path: Path | None, card: str, layers: int, rows: list[dict[str, Any]]) -> None:
+def _save(path: Path | None, card: str, model: str, layers: int, rows: list[dict[str, Any]]) -> None:
     if path is not None:
-        payload = {"card": card, "torch": torch.__version__, "layers": layers, "rows": rows}
+        payload = {"card": card, "torch": torch.__version__, "model": model, "layers": layers, "rows": rows}
         path.write_text(json.dumps(payload, indent=2), encoding="utf-8")
 
 
@@ -229,8 +253,10 @@ def main() -> None:
     parser.add_argument("--points", type=point, nargs="+", default=[(1, 32768), (1, 131072), (8, 32768)], metavar="BxS")
     parser.add_argument("--rows", type=int, nargs="+", default=[9, 8, 1])
     parser.add_argument("--peers", nargs="*", default=["sdpa", "flex"], choices=["sdpa", "flex"])
-    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--model", choices=[*MODELS], default="llama-8b")
+    parser.add_argument("--layers", type=int, help="default 8 of llama-8b, 4 of qwen3-30b")
     parser.add_argument("--budget", type=lambda text: float(text) if "." in text else int(text), help="also run this sparse plan")
+    parser.add_argument("--expert-budget", type=int, help="distinct experts that a step may read under the plan")
     parser.add_argument("--block-size", type=int, default=64)
     parser.add_argument("--reuse", type=int, default=4, help="layers that share one selection")
     parser.add_argument("--query", default="all", choices=["first", "first_last", "all", "mean"])
@@ -241,20 +267,20 @@ def main() -> None:
     args = parser.parse_args()
     torch._dynamo.config.recompile_limit = 64
     card = torch.cuda.get_device_name()
-    print(f"{card}, torch {torch.__version__}, {args.layers} layers of Llama-3.1-8B + lm_head, bfloat16")
+    title, layers, _ = MODELS[args.model]
+    layers = args.layers or layers
+    print(f"{card}, torch {torch.__version__}, {layers} layers of {title} + lm_head, bfloat16")
     print(
         f"{'path':<6} {'B':>2} {'T':>3} {'S':>7} {'limit':>6} {'step':>7} {'wall':>7} {'share':>6} {'host us':>7} {'compile':>8}"
     )
     rows: list[dict[str, Any]] = []
-    plan = None
-    if args.budget is not None:
-        plan = sc.SparsityPlan(
-            attention=sc.AttentionPlan(
-                budget=args.budget, block_size=args.block_size, query=args.query, index_topk_freq=args.reuse
-            )
-        )  # fmt: skip
+    attention = args.budget and sc.AttentionPlan(
+        budget=args.budget, block_size=args.block_size, query=args.query, index_topk_freq=args.reuse
+    )
+    moe = args.expert_budget and sc.MoePlan(expert_budget=args.expert_budget)
+    plan = sc.SparsityPlan(attention=attention or None, moe=moe or None) if attention or moe else None
     for path in ["ours", *(["sparse"] if plan else []), *args.peers]:
-        model = build("flex_attention" if path == "flex" else "sdpa", args.layers)
+        model = build(args.model, "flex_attention" if path == "flex" else "sdpa", layers)
         for batch, slots in args.points:
             for count in args.rows:
                 try:
@@ -268,7 +294,7 @@ def main() -> None:
                         flush=True,
                     )
                     continue
-                limit = limit_ms(model, batch, slots - SLACK, args.bandwidth)
+                limit = limit_ms(model, batch, count, slots - SLACK, args.bandwidth)
                 rows.append({"path": path, "B": batch, "T": count, "S": slots, "limit_ms": limit, **found})
                 host = f"{found['host_us']:>7.0f}" if "host_us" in found else f"{'-':>7}"
                 print(
@@ -280,7 +306,7 @@ def main() -> None:
                     print(f"    {us:8.1f} us {launches:>4} x {name}")
                 if "shares_us" in found:
                     print("    " + ", ".join(f"{kind} {us:.0f} us" for kind, us in found["shares_us"].items()))
-                _save(args.json, card, args.layers, rows)
+                _save(args.json, card, args.model, layers, rows)
                 torch._dynamo.reset()
                 torch.cuda.empty_cache()
         del model

@@ -243,7 +243,7 @@ def _down_kernel(
 
 
 @triton.jit(do_not_specialize=["pairs"])
-def _sum_kernel(
+def _combine_kernel(
     PARTS, CHOICE, WEIGHT, OUT, pairs, hidden,
     EXPERTS: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -315,7 +315,7 @@ def moe_experts_triton(
             SWAP=dn.swap, AHEAD=dn.ahead if dn.ahead <= inner else 0, num_warps=dn.warps, num_stages=dn.stages,
             **common,
         )  # fmt: skip
-        _sum_kernel[(triton.cdiv(hidden, tiling.columns), rows)](
+        _combine_kernel[(triton.cdiv(hidden, tiling.columns), rows)](
             parts, choice, weight, out, pairs, hidden, EXPERTS=experts, K=choice.shape[1], BN=tiling.columns,
             SPLITS=tiling.splits, PDL=pdl, num_warps=max(1, min(4, tiling.columns // 128)), **options,
         )  # fmt: skip

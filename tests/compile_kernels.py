@@ -252,7 +252,7 @@ def experts() -> None:
             assert ("prefetch.global.L2" in found.asm["ptx"]) == (constants["AHEAD"] > 0)
         constants = {"EXPERTS": count, "K": k, "BN": chosen.columns, "SPLITS": chosen.splits, "PDL": True}
         pointers = {"PARTS": "fp32", "CHOICE": index, "WEIGHT": "fp32", "OUT": kind}
-        build(f"experts sum {kind} {k} splits {chosen.splits}", moe_experts_triton._sum_kernel, pointers, constants,
+        build(f"experts sum {kind} {k} splits {chosen.splits}", moe_experts_triton._combine_kernel, pointers, constants,
               ("hidden",), num_warps=1)  # fmt: skip
 
 

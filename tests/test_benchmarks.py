@@ -154,3 +154,25 @@ def test_agreeing_rows_end_at_the_first_flip(moe_quality: Any) -> None:
     p = a[0].exp()
     assert found["kl"] == pytest.approx(3 / 8 * float((p * (p / p.flip(-1)).log()).sum()))
     assert found["dnll"] == pytest.approx(3 / 8)
+
+
+def test_limits_of_a_verify_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes of the weights that a step reads and of the live cache, by hand."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    import verify_step
+
+    llama = verify_step.build("llama-8b", "sdpa", 8, "meta")
+    layer = 4096 * (4096 * 2 + 1024 * 2) + 3 * 4096 * 14336 + 2 * 4096
+    cache = 2 * 1024 * 32704
+    wanted = 2 * (8 * (layer + cache) + 4096 + 128256 * 4096) / 4.3e12 * 1e3
+    assert verify_step.limit_ms(llama, 1, 8, 32704, 4.3e12) == pytest.approx(wanted, rel=1e-12)
+    assert verify_step.limit_ms(llama, 1, 1, 32704, 4.3e12) == pytest.approx(wanted, rel=1e-12)
+    qwen = verify_step.build("qwen3-30b", "sdpa", 4, "meta")
+    assert qwen.config._experts_implementation == "grouped_mm"
+    experts = 128 * 3 * 2048 * 768 * (1 - (120 / 128) ** 16)
+    layer = 2048 * (4096 * 2 + 512 * 2) + 2 * 128 + 2 * 2048 + 128 * 2048 + experts
+    wanted = 2 * (4 * (layer + 2 * 2 * 512 * 100) + 2048 + 151936 * 2048) / 1e12 * 1e3
+    assert verify_step.limit_ms(qwen, 2, 8, 100, 1e12) == pytest.approx(wanted, rel=1e-12)
+    kernels = [("triton::_combine_kernel", 4, 3.0), ("_sum_kernel", 1, 2.0), ("_split_kernel", 8, 5.0), ("other", 1, 1.0)]
+    found = verify_step.shares(kernels)
+    assert (found["experts"], found["selection"], found["attention"], found["rest"]) == (3.0, 2.0, 5.0, 1.0)
