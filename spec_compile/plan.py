@@ -56,9 +56,9 @@ def _fraction(value: float | None, where: str) -> None:
 class AttentionPlan:
     """Block-sparse attention over the KV cache.
 
-    The defaults are the fastest on a GPU: blocks of 64, scored by all rows. ``block_size=16, aggregate="softmax",
-    index_topk_freq=2`` lost least quality at equal bytes, for a slower selection (both in benchmarks/RESULTS.md). The paper's
-    setting is ``block_size=64, query="first"``.
+    The defaults are the fastest of those measured on a GPU: blocks of 64, scored by all rows. ``block_size=16,
+    aggregate="softmax", index_topk_freq=2`` lost least quality at equal bytes, for a slower selection (both in
+    benchmarks/RESULTS.md). The paper's setting is ``block_size=64, query="first"``.
 
     Attributes:
         budget: keys read per KV head: an int counts tokens, at least one block; a float in (0, 1] is a fraction of the live
