@@ -54,19 +54,24 @@ def first_probes(lo, hi):
 @triton.jit
 def probes(lo, hi, at_lo, at_hi, budget, step, EVEN_STEPS: tl.constexpr):
     """Two keys within the range: in the first steps close to where the budget lies if its keys lie evenly, then its thirds."""
-    width = hi - lo
-    down = width - width // 3
-    up = width // 3
     # Thirds end the search of a distribution that no line resembles.
-    if step < EVEN_STEPS:
-        share = 1.0 / (at_lo - at_hi).to(tl.float32)
-        above = (budget - at_hi).to(tl.float32) * share
-        # Half a standard deviation of a rank, and 2 % for the curve of the distribution: the fewest steps in simulations.
-        margin = 0.5 * tl.sqrt(tl.maximum(above * (1.0 - above) * share, 0.25 * share * share)) + 0.02
-        reach = tl.minimum(width.to(tl.float32), 4294967040.0)
-        down = (reach * tl.minimum(above + margin, 1.0)).to(tl.uint32)
-        up = (reach * tl.maximum(above - margin, 0.0)).to(tl.uint32)
-    return hi - tl.maximum(tl.minimum(down, width - 1), 1), hi - tl.maximum(tl.minimum(up, width - 1), 1)
+    width = hi - lo
+    third = tl.maximum(width // 3, 1)
+    low = lo + third
+    high = hi - third
+    # Two conditions: where none interpolates, the compiler shall not meet the second.
+    if EVEN_STEPS > 0:  # noqa: SIM102
+        if step < EVEN_STEPS:
+            share = 1.0 / (at_lo - at_hi).to(tl.float32)
+            above = (budget - at_hi).to(tl.float32) * share
+            # Half a standard deviation of a rank, and 2 % for the curve of the distribution: the fewest steps in simulations.
+            margin = 0.5 * tl.sqrt(tl.maximum(above * (1.0 - above) * share, 0.25 * share * share)) + 0.02
+            reach = tl.minimum(width.to(tl.float32), 4294967040.0)
+            down = (reach * tl.minimum(above + margin, 1.0)).to(tl.uint32)
+            up = (reach * tl.maximum(above - margin, 0.0)).to(tl.uint32)
+            low = hi - tl.maximum(tl.minimum(down, width - 1), 1)
+            high = hi - tl.maximum(tl.minimum(up, width - 1), 1)
+    return low, high
 
 
 @triton.jit
