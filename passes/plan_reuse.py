@@ -17,11 +17,11 @@ from spec_compile.kernels.providers import why_no_upkeep
 from spec_compile.passes.attention_match import AttentionMatch
 from spec_compile.passes.base import Pass, PassContext, PassReport, Rejection, Stage, register_pass
 from spec_compile.passes.cache_writes import first_row
-from spec_compile.passes.layer_filter import require_layers, why_left_out
+from spec_compile.passes.layer_filter import FilterPlan, require_layers, why_left_out
 from spec_compile.passes.nodes import shape, tensor, writes_by_root
 
 
-class ReusePlan(Protocol):
+class ReusePlan(FilterPlan, Protocol):
     """The fields of ``spec_compile.AttentionPlan`` that are read here; passes do not import the compiler on top of them."""
 
     @property
@@ -32,12 +32,6 @@ class ReusePlan(Protocol):
     def index_topk_pattern(self) -> str | None: ...
     @property
     def anchors(self) -> tuple[int, ...] | None: ...
-    @property
-    def include(self) -> tuple[int, ...] | None: ...
-    @property
-    def exclude(self) -> tuple[int, ...]: ...
-    @property
-    def dense_first(self) -> int: ...
 
 
 @register_pass("plan_reuse", Stage.PLAN)

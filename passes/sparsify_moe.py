@@ -26,7 +26,7 @@ from spec_compile.errors import PlanError
 from spec_compile.kernels import library
 from spec_compile.passes.base import Pass, PassContext, PassReport, Rejection, Stage, register_pass
 from spec_compile.passes.emit import Emitter
-from spec_compile.passes.layer_filter import require_layers, why_left_out
+from spec_compile.passes.layer_filter import FilterPlan, require_layers, why_left_out
 from spec_compile.passes.moe_route_match import RouteMatch
 from spec_compile.passes.nodes import aten, fake_mode, layer_name, shape, tensor
 from spec_compile.passes.regions import storage, writes_by_storage
@@ -37,7 +37,7 @@ _EXPERTS = torch.ops.spec_compile.moe_experts_v1.default
 _LIMIT = torch.ops.spec_compile.moe_limit_v1.default
 
 
-class LimitPlan(Protocol):
+class LimitPlan(FilterPlan, Protocol):
     """The fields of ``spec_compile.MoePlan`` that are read here."""
 
     @property
@@ -54,12 +54,6 @@ class LimitPlan(Protocol):
     def substitute(self) -> bool: ...
     @property
     def renormalize(self) -> bool | None: ...
-    @property
-    def include(self) -> tuple[int, ...] | None: ...
-    @property
-    def exclude(self) -> tuple[int, ...]: ...
-    @property
-    def dense_first(self) -> int: ...
 
 
 @dataclass(frozen=True)
