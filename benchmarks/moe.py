@@ -5,7 +5,7 @@
     python benchmarks/moe.py --tune up down [--shapes ...] [--rows 8] [--experts N]
 
 Whole blocks in bfloat16: router, choice, experts, weighted sum; random weights and random routing, or routing to N experts alone
-(``--experts``). ``ours`` is linear, ``moe_route`` and ``moe_experts``; the peers are transformers' Qwen3MoeSparseMoeBlock and
+(``--experts``). ``ours`` is ``linears``, ``moe_route`` and ``moe_experts``; the peers are transformers' Qwen3MoeSparseMoeBlock and
 MixtralSparseMoeBlock with its three implementations of experts, ``+`` compiled by torch.compile (at the rows of ``--compiled``
 alone). Calls run inside one CUDA graph, which rotates through several layers, so that no cache level holds their weights; the
 eager implementation reads the host and cannot be captured: it is timed from the host. ``limit`` is the time to read the router
@@ -33,7 +33,6 @@ import torch
 from attention import graph_us
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.functional import linear
 
 from spec_compile.kernels import library
 from spec_compile.kernels.moe import moe_experts_reference
@@ -109,10 +108,9 @@ class Layers:
             block.experts.config._experts_implementation = name
 
     def route(self, block: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-        choice, weight = library.moe_route(
-            linear(x, block.gate.weight), None, "softmax", self.shape.k, True, 0.0, 1.0, 1, 1, "score_first"
-        )
-        return choice, weight if self.shape.model == "mixtral" else weight.to(x.dtype)
+        [logits] = library.linears(x, [block.gate.weight], [])
+        dtype = torch.float32 if self.shape.model == "mixtral" else x.dtype
+        return library.moe_route(logits, None, "softmax", self.shape.k, True, 0.0, 1.0, 1, 1, "score_first", dtype)
 
     def experts(self, block: Any, x: Tensor, choice: Tensor, weight: Tensor) -> Tensor:
         experts = block.experts
@@ -203,7 +201,7 @@ def measure(layers: Layers, rows: int, peers: Sequence[str], bandwidth: float) -
     }
     flat = [x.flatten(0, 1) for x in layers.inputs]
     parts = {
-        "router": [lambda b=b, x=x: linear(x, b.gate.weight) for b, x in zip(layers.blocks, flat)],
+        "router": [lambda b=b, x=x: library.linears(x, [b.gate.weight], []) for b, x in zip(layers.blocks, flat)],
         "router, route": [lambda b=b, x=x: layers.route(b, x) for b, x in zip(layers.blocks, flat)],
         "experts": [
             lambda b=b, x=x, r=r: layers.experts(b, x, *r) for b, x, r in zip(layers.blocks, flat, layers.routed())

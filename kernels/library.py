@@ -537,6 +537,7 @@ def moe_route(
     groups: int,
     kept_groups: int,
     order: str,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Which experts each row chooses, and their weights. Computed in float32 (float64 for float64).
 
@@ -550,18 +551,19 @@ def moe_route(
         groups, kept_groups: above 1, experts stand in ``groups`` of equal size, and only the ``kept_groups`` whose two best
             (biased) scores have the largest sum take part: others count as -inf, as in DeepSeek-V3 (arXiv 2412.19437).
         order: ``score_first``: the k best of the scores; ``topk_first``: the scores of the k best logits (gpt-oss).
+        dtype: what weights are rounded to at the end; default float32 (float64).
 
     Returns:
         choice int64 ``[N, k]`` in descending order of what was compared, ties (among groups too) to the lowest expert, NaN
-        above all, as in ``topk``; weight float32 (float64) ``[N, k]``.
+        above all, as in ``topk``; weight ``[N, k]``.
     """
-    return _moe_route(logits, bias, score, k, renormalise, epsilon, scale, groups, kept_groups, order)
+    return _moe_route(logits, bias, score, k, renormalise, epsilon, scale, groups, kept_groups, order, dtype)
 
 
 @moe_route.register_fake
 def _(
     logits: Tensor, bias: Tensor | None, score: str, k: int, renormalise: bool, epsilon: float, scale: float, groups: int,
-    kept_groups: int, order: str,
+    kept_groups: int, order: str, dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     torch._check(logits.dim() == 2, lambda: f"moe_route: logits must be [N, E], got {tuple(logits.shape)}")
     rows, experts = logits.shape
@@ -574,7 +576,8 @@ def _(
             experts % groups == 0 and experts // groups >= 2 and 0 < kept_groups <= groups,
             lambda: f"moe_route: {kept_groups} of {groups} groups of {experts} experts",
         )
-    return logits.new_empty(rows, k, dtype=torch.int64), logits.new_empty(rows, k, dtype=wide_dtype(logits.dtype))
+    torch._check(dtype is None or dtype.is_floating_point, lambda: f"moe_route: weights cannot be {dtype}")
+    return logits.new_empty(rows, k, dtype=torch.int64), logits.new_empty(rows, k, dtype=dtype or wide_dtype(logits.dtype))
 
 
 @torch.library.custom_op("spec_compile::moe_limit_v1", mutates_args=())

@@ -13,6 +13,8 @@ from spec_compile.kernels import availability
 MAX_ROWS = 96
 MAX_WEIGHTS = 4
 _TILE = 64
+# Columns up to which a weight is narrow.
+NARROW = 256
 
 
 def why_not(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> str | None:
@@ -30,15 +32,20 @@ def why_not(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> str | None
     return availability.why_no_triton()
 
 
+def is_narrow(rows: int, columns: int) -> bool:
+    """Whether one weight is small enough for ``narrow_linear_triton``: a router, say."""
+    return rows <= 32 and columns <= NARROW
+
+
 def pays(rows: int, columns: Sequence[int]) -> bool:
     """Whether one launch beats cuBLAS (measured on an H200 at the layer sizes of Llama-3.1-8B).
 
-    Up to 32 rows: several weights always, one if its tiles fill the device; from 32,768 columns on (output layers) cuBLAS
+    Up to 32 rows: several weights always, one if it is narrow or its tiles fill the device; from 32,768 columns on (output layers) cuBLAS
     reaches the memory limit by itself. Above, only what cuBLAS cuts into several launches: several weights, past 64 rows
     small ones.
     """
     if rows <= 32:
-        return rows >= 1 and (len(columns) > 1 or 64 * _TILE <= columns[0] < 32768)
+        return rows >= 1 and (len(columns) > 1 or is_narrow(rows, columns[0]) or 64 * _TILE <= columns[0] < 32768)
     return len(columns) > 1 and (rows <= 64 or (rows <= MAX_ROWS and sum(columns) <= 8192))
 
 
@@ -46,7 +53,12 @@ def linears(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> list[Tens
     """See :func:`spec_compile.kernels.library.linears`."""
     given: list[Tensor | None] = [*biases] if biases else [None] * len(weights)
     served = all(why_not(x, w, b) is None for w, b in zip(weights, given))
-    if served and len(weights) <= MAX_WEIGHTS and 0 < x.numel() // x.shape[-1] <= MAX_ROWS:
+    rows = x.numel() // x.shape[-1]
+    if served and len(weights) == 1 and rows > 0 and is_narrow(rows, weights[0].shape[0]):
+        from spec_compile.kernels.narrow_linear_triton import narrow_linear_triton
+
+        return [narrow_linear_triton(x, weights[0], given[0])]
+    if served and len(weights) <= MAX_WEIGHTS and 0 < rows <= MAX_ROWS:
         from spec_compile.kernels.linears_triton import linears_triton
 
         return linears_triton(x, weights, biases)

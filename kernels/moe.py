@@ -109,7 +109,7 @@ def _best(score: Tensor, count: int) -> Tensor:
 
 def moe_route_reference(
     logits: Tensor, bias: Tensor | None, score: str, k: int, renormalise: bool, epsilon: float, scale: float, groups: int,
-    kept_groups: int, order: str,
+    kept_groups: int, order: str, dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See :func:`spec_compile.kernels.library.moe_route`."""
 
@@ -130,7 +130,7 @@ def moe_route_reference(
         weight = scored(weight)
     if renormalise:
         weight = weight / (weight.sum(-1, keepdim=True) + epsilon)
-    return choice.contiguous(), weight * scale
+    return choice.contiguous(), (weight * scale).to(dtype or weight.dtype)
 
 
 def _why_no_kernel(x: Tensor) -> str | None:
@@ -184,7 +184,7 @@ def moe_experts(
 
 def moe_route(
     logits: Tensor, bias: Tensor | None, score: str, k: int, renormalise: bool, epsilon: float, scale: float, groups: int,
-    kept_groups: int, order: str,
+    kept_groups: int, order: str, dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See :func:`spec_compile.kernels.library.moe_route`."""
     run = moe_route_reference
@@ -192,4 +192,4 @@ def moe_route(
         from spec_compile.kernels.moe_route_triton import moe_route_triton
 
         run = moe_route_triton
-    return run(logits, bias, score, k, renormalise, epsilon, scale, groups, kept_groups, order)
+    return run(logits, bias, score, k, renormalise, epsilon, scale, groups, kept_groups, order, dtype)

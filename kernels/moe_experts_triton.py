@@ -17,6 +17,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from spec_compile.kernels.moe_tiling import ExpertTiling, choose_expert_tiling
+from spec_compile.kernels.prefetch_triton import prefetch
 from spec_compile.kernels.tiling import device_of
 
 
@@ -66,14 +67,6 @@ def _pairs_of(CHOICE, e, mine, start, pairs, M: tl.constexpr, PAIRS: tl.constexp
             pair += _listed(some, p, m)
             m -= tl.sum(some.to(tl.int32), 0)
         return pair
-
-
-@triton.jit
-def _prefetch(at):
-    """Have the 64 bytes at each address brought into the L2 cache. Bulk prefetches would take one address a warp at a time."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
-    )  # fmt: skip
 
 
 @triton.jit
@@ -164,11 +157,11 @@ def _gate_up_kernel(
         if TRANSPOSED:
             i = tl.arange(0, AHEAD * (BN // LINE))
             row, _ = _row(i % (BN // LINE) * LINE, first, inner, HALF, INTERLEAVED)
-            _prefetch(w + (i // (BN // LINE)).to(tl.int64) * w_n + row)
+            prefetch(w + (i // (BN // LINE)).to(tl.int64) * w_n + row)
         else:
             i = tl.arange(0, BN * (AHEAD // LINE))
             row, _ = _row(i // (AHEAD // LINE), first, inner, HALF, INTERLEAVED)
-            _prefetch(w + row.to(tl.int64) * w_n + i % (AHEAD // LINE) * LINE)
+            prefetch(w + row.to(tl.int64) * w_n + i % (AHEAD // LINE) * LINE)
     if TRANSPOSED:
         w_at = w + k.to(tl.int64)[:, None] * w_n + n[None, :]
         w_used = used[None, :]
@@ -222,10 +215,10 @@ def _down_kernel(
             LINE: tl.constexpr = 512 // W.dtype.element_ty.primitive_bitwidth
             if TRANSPOSED:
                 i = tl.arange(0, AHEAD * (BN // LINE))
-                _prefetch(w + (k_lo + i // (BN // LINE)).to(tl.int64) * w_n + first + i % (BN // LINE) * LINE)
+                prefetch(w + (k_lo + i // (BN // LINE)).to(tl.int64) * w_n + first + i % (BN // LINE) * LINE)
             else:
                 i = tl.arange(0, BN * (AHEAD // LINE))
-                _prefetch(w + (first + i // (AHEAD // LINE)).to(tl.int64) * w_n + k_lo + i % (AHEAD // LINE) * LINE)
+                prefetch(w + (first + i // (AHEAD // LINE)).to(tl.int64) * w_n + k_lo + i % (AHEAD // LINE) * LINE)
         gdc_wait()
         gdc_launch_dependents()
     if count == 0:

@@ -116,8 +116,10 @@ def _choose(device: Device, itemsize: int, batch: int, kv_heads: int, rows: int,
         rounds = max(1, -(-groups // seats))
         return 1 - max(1, seats // groups) * groups / (rounds * seats)
 
-    # One deep pipeline a processor beats two shallower ones, unless splits of equal size then leave processors empty.
-    if stages > 2 and resident(stages) == 1 and resident(stages - 1) == 2 and (tiles > 1 or idle(stages) > 0.1):
+    # One deep pipeline a processor beats two shallower ones, unless splits of equal size then leave processors empty, or splits
+    # are few, and so long that nothing hides their ends.
+    shallow = tiles > 1 or idle(stages) > 0.1 or device.processors // groups < 4
+    if stages > 2 and resident(stages) == 1 and resident(stages - 1) == 2 and shallow:
         stages -= 1
     splits = device.processors * resident(stages) // groups
     return Tiling(tile, max(1, min(64, splits)), warps, stages, device.capability >= 90, keys)

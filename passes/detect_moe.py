@@ -136,15 +136,13 @@ def _two_d(emit: Emitter, node: Node) -> Node:
 
 def _replace_route(match: RouteMatch, writes: dict[Node, list[Node]], ctx: PassContext) -> None:
     emit = Emitter(min(match.choice, match.weight))
+    wanted = tensor(match.weight)
+    assert wanted is not None
     routed = emit.call(
         ROUTE.default, match.logits, match.bias, match.score, match.k, match.renormalise, match.epsilon, match.scale,
-        match.groups, match.kept_groups, match.order,
+        match.groups, match.kept_groups, match.order, wanted.dtype,
     )  # fmt: skip
     choice, weight = (emit.call(operator.getitem, routed, place) for place in (0, 1))
-    wanted, found = tensor(match.weight), tensor(weight)
-    assert wanted is not None and found is not None
-    if wanted.dtype != found.dtype:
-        weight = emit.call(aten.to.dtype, weight, wanted.dtype)
     _take_over(match.choice, choice, writes)
     _take_over(match.weight, weight, writes)
     _erase(match.region, writes, ctx)

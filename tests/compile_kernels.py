@@ -25,6 +25,7 @@ from spec_compile.kernels import (
     moe_experts_triton,
     moe_limit_triton,
     moe_route_triton,
+    narrow_linear_triton,
     moe_tiling,
     select_blocks_triton,
     streamed_contest_triton,
@@ -127,6 +128,10 @@ def linears() -> None:
     for count, rows, width, depth, swap in ((1, 16, 64, 128, True), (3, 64, 64, 64, True), (4, 16, 32, 128, False)):
         constants = {"COUNT": count, "HAS_BIAS": count == 3, "M": rows, "BN": width, "BK": depth, "EVEN": True, "SWAP": swap}
         build(f"linears {count}", linears_triton._linears_kernel, dict.fromkeys(["X", *names], "bf16"), constants, num_stages=4)
+    for rows, even in ((16, True), (32, False)):
+        constants = {"HAS_BIAS": even, "M": rows, "BN": 8, "BK": 256, "PARTS": 8, "EVEN": even, "PDL": True}
+        pointers = dict.fromkeys("XWBY", "bf16")
+        build(f"narrow linear {rows}", narrow_linear_triton._narrow_linear_kernel, pointers, constants, num_warps=8)
 
 
 def selection() -> None:
@@ -264,10 +269,11 @@ def routes() -> None:
         constants = {
             "EXPERTS": count, "K": k, "GROUPS": groups, "KEPT": max(1, groups // 2), "G": wide, "S": size, "SOFTMAX": softmax,
             "SCORE_FIRST": first, "RENORMALISE": True, "HAS_BIAS": groups > 1, "PDL": True,
+            "RANKED": wide * size <= 256,
         }  # fmt: skip
-        pointers = {"LOGITS": kind, "BIAS": "fp32", "CHOICE": "i64", "WEIGHT": "fp32"}
+        pointers = {"LOGITS": kind, "BIAS": "fp32", "CHOICE": "i64", "WEIGHT": kind}
         build(f"route {kind} {k} of {count} in {groups}", moe_route_triton._route_kernel, pointers, constants, ("l_n",),
-              num_warps=1 if wide * size <= 512 else 4)  # fmt: skip
+              num_warps=1 if 256 < wide * size <= 512 else 4)  # fmt: skip
 
 
 def limits() -> None:

@@ -22,6 +22,7 @@ import triton.language as tl
 
 from spec_compile.kernels.attention_triton import _part, attention_triton, most_tiles
 from spec_compile.kernels.linears_triton import linears_triton
+from spec_compile.kernels.narrow_linear_triton import narrow_linear_triton
 from spec_compile.kernels.live_blocks_triton import live_blocks_triton, why_not
 
 CUDA = torch.cuda.is_available()
@@ -552,6 +553,19 @@ def test_linears(columns: tuple[int, ...], bias: bool, rows: int, size: int, dty
         theirs = torch.nn.functional.linear(x, weight, biases[i] if bias else None)
         assert y.shape == theirs.shape and y.is_contiguous()
         assert rms(y.cpu(), wanted) <= 1.2 * rms(theirs, wanted) + 1e-6
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+@pytest.mark.parametrize(("rows", "columns", "size"), [(1, 8, 64), (9, 60, 192), (16, 128, 2048), (17, 3, 2112), (32, 256, 4160)])
+def test_narrow_linear(rows: int, columns: int, size: int, dtype: torch.dtype) -> None:
+    x = torch.randn(1, rows, size).to(dtype)
+    weight = (torch.randn(columns, size) * size**-0.5).to(dtype)
+    for bias in (None, torch.randn(columns).to(dtype)):
+        y = narrow_linear_triton(x.to(DEVICE), weight.to(DEVICE), None if bias is None else bias.to(DEVICE)).cpu()
+        wanted = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
+        theirs = torch.nn.functional.linear(x, weight, bias)
+        assert y.shape == theirs.shape and y.is_contiguous()
+        assert rms(y, wanted) <= 1.2 * rms(theirs, wanted) + 1e-6
 
 
 def test_linears_of_a_strided_input_and_opcheck() -> None:

@@ -66,14 +66,16 @@ def test_more_weights_than_one_launch_takes() -> None:
 
     assert run(fn, X, *weights(*([16] * 6))) == (6, 2, 0)
     # The fifth is left alone: it would be a launch of its own either way.
-    assert run(fn, X, *weights(*([16] * 5))) == (4, 1, 1)
+    assert run(fn, X, *weights(*([300] * 5))) == (4, 1, 1)
+    # Unless it is narrow, as a router is.
+    assert run(fn, X, *weights(*([16] * 5))) == (5, 2, 0)
 
 
 def test_different_inputs_are_not_mixed() -> None:
     def fn(x: Tensor, a: Tensor, b: Tensor) -> Any:
         return F.linear(F.linear(x, a), b)
 
-    assert run(fn, X, *weights(64, 32)) == (0, 0, 2)
+    assert run(fn, X, *weights(320), *weights(288, size=320)) == (0, 0, 2)
 
 
 def test_an_input_written_in_between_is_not_shared() -> None:
@@ -82,7 +84,7 @@ def test_an_input_written_in_between_is_not_shared() -> None:
         x.mul_(2)
         return first, F.linear(x, b)
 
-    assert run(fn, X.clone(), *weights(32, 32)) == (0, 0, 2)
+    assert run(fn, X.clone(), *weights(288, 288)) == (0, 0, 2)
 
 
 def test_a_weight_that_is_written_or_computed_is_left_alone() -> None:
@@ -94,8 +96,8 @@ def test_a_weight_that_is_written_or_computed_is_left_alone() -> None:
     def computed(x: Tensor, a: Tensor, b: Tensor) -> Any:
         return F.linear(x, a), F.linear(x, b * 2)
 
-    assert run(written, X, *weights(32, 32)) == (0, 0, 2)
-    assert run(computed, X, *weights(32, 32)) == (0, 0, 2)
+    assert run(written, X, *weights(288, 288)) == (0, 0, 2)
+    assert run(computed, X, *weights(288, 288)) == (0, 0, 2)
 
 
 @pytest.mark.parametrize(
@@ -103,6 +105,8 @@ def test_a_weight_that_is_written_or_computed_is_left_alone() -> None:
     [
         (9, (4096,), True),
         (9, (1024,), False),
+        (9, (128,), True),
+        (33, (128,), False),
         (9, (65536,), False),
         (33, (4096,), False),
         (32, (64, 64), True),
@@ -178,7 +182,7 @@ def test_nothing_moves_across_a_write_whatever_it_writes() -> None:
         x.mul_(2)
         return first, F.linear(same, b)
 
-    assert run(fn, X.clone(), *weights(32, 32)) == (0, 0, 2)
+    assert run(fn, X.clone(), *weights(288, 288)) == (0, 0, 2)
 
 
 def test_nothing_moves_into_or_out_of_an_autocast_region() -> None:
@@ -187,7 +191,7 @@ def test_nothing_moves_into_or_out_of_an_autocast_region() -> None:
         torch.amp.autocast_mode._exit_autocast(torch.amp.autocast_mode._enter_autocast("cpu", torch.bfloat16, False, False))
         return first, F.linear(x, b), F.linear(x, c)
 
-    gm = trace(fn, [X, *weights(32, 32, 32)])
+    gm = trace(fn, [X, *weights(288, 32, 32)])
     regions = [node for node in gm.graph.nodes if "autocast" in str(node.target)]
     assert regions, "the region left no trace"
     assert fuse_linears.FuseLinears().run(gm, PassContext()).hits == 2
