@@ -40,9 +40,9 @@ def is_narrow(rows: int, columns: int) -> bool:
 def pays(rows: int, columns: Sequence[int]) -> bool:
     """Whether one launch beats cuBLAS (measured on an H200 at the layer sizes of Llama-3.1-8B).
 
-    Up to 32 rows: several weights always, one if it is narrow or its tiles fill the device; from 32,768 columns on (output layers) cuBLAS
-    reaches the memory limit by itself. Above, only what cuBLAS cuts into several launches: several weights, past 64 rows
-    small ones.
+    Up to 32 rows: several weights always, one if it is narrow or its tiles fill the device; from 32,768 columns on (output
+    layers) cuBLAS reaches the memory limit by itself. Above, only what cuBLAS cuts into several launches: several weights, past
+    64 rows small ones.
     """
     if rows <= 32:
         return rows >= 1 and (len(columns) > 1 or is_narrow(rows, columns[0]) or 64 * _TILE <= columns[0] < 32768)
