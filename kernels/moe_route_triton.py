@@ -102,8 +102,9 @@ def _route_kernel(
         # All places at once: how many come before each. Ties go to the lowest, and padding, 0, comes last.
         if PDL:
             key = _computed_once(key)
-        ahead = (key[None, :] > key[:, None]) | ((key[None, :] == key[:, None]) & (place[None, :] < place[:, None]))
-        rank = tl.sum(ahead.to(tl.int32), 1)
+        ahead = (key[:, None] > key[None, :]) | ((key[:, None] == key[None, :]) & (place[:, None] < place[None, :]))
+        # Over the first axis a thread adds by itself what the second would spread over a warp.
+        rank = tl.sum(ahead.to(tl.int32), 0)
         chosen = rank < K
         weight = value if SCORE_FIRST else _scored(value, chosen, SOFTMAX)
         if RENORMALISE:

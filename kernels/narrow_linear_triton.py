@@ -15,8 +15,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from spec_compile.kernels.tiling import device_of
 
-# Columns of a program, its warps, and how much of K each of them takes at once.
-_WIDTH, _WARPS, _DEPTH = 8, 8, 256
+# Columns of a program, its warps, and how much of K each of them takes at once, by rows of a tile (measured, H200).
+_WIDTH, _WARPS = 8, 4
+_DEPTH = {16: 256, 32: 128}
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -51,7 +52,7 @@ def _narrow_linear_kernel(
 
 
 def narrow_linear_triton(
-    x: Tensor, weight: Tensor, bias: Tensor | None, width: int = _WIDTH, warps: int = _WARPS, depth: int = _DEPTH
+    x: Tensor, weight: Tensor, bias: Tensor | None, width: int = _WIDTH, warps: int = _WARPS, depth: int | None = None
 ) -> Tensor:
     """``x @ weight.T + bias`` with float32 accumulation, where :func:`spec_compile.kernels.linears.is_narrow`."""
     flat = x.reshape(-1, x.shape[-1])
@@ -59,13 +60,14 @@ def narrow_linear_triton(
     rows, size = flat.shape
     columns = weight.shape[0]
     out = x.new_empty(*x.shape[:-1], columns)
-    depth = min(depth, max(16, triton.next_power_of_2(triton.cdiv(size, warps))))
+    tall = max(16, triton.next_power_of_2(rows))
+    depth = min(depth or _DEPTH[tall], max(16, triton.next_power_of_2(triton.cdiv(size, warps))))
     pdl = device_of(x.device).capability >= 90
     options = {"launch_pdl": True} if pdl else {}
     with torch.cuda.device_of(x):
         _narrow_linear_kernel[(triton.cdiv(columns, width),)](
             flat, weight, x if bias is None else bias, out, columns, flat.stride(0), weight.stride(0), rows, size,
-            HAS_BIAS=bias is not None, M=max(16, triton.next_power_of_2(rows)), BN=width, BK=depth, PARTS=warps,
+            HAS_BIAS=bias is not None, M=tall, BN=width, BK=depth, PARTS=warps,
             EVEN=size % (warps * depth) == 0, PDL=pdl, num_warps=warps, **options,
         )  # fmt: skip
     return out

@@ -33,6 +33,8 @@ from spec_compile.kernels import (
 )
 
 TARGET = GPUTarget("cuda", 90, 32)
+# What a program of an H200 may use.
+SHARED = 232_448
 FLOATS = ("scale", "softcap", "limit", "alpha", "epsilon", "beta", "ratio")
 
 
@@ -128,10 +130,12 @@ def linears() -> None:
     for count, rows, width, depth, swap in ((1, 16, 64, 128, True), (3, 64, 64, 64, True), (4, 16, 32, 128, False)):
         constants = {"COUNT": count, "HAS_BIAS": count == 3, "M": rows, "BN": width, "BK": depth, "EVEN": True, "SWAP": swap}
         build(f"linears {count}", linears_triton._linears_kernel, dict.fromkeys(["X", *names], "bf16"), constants, num_stages=4)
-    for rows, even in ((16, True), (32, False)):
-        constants = {"HAS_BIAS": even, "M": rows, "BN": 8, "BK": 256, "PARTS": 8, "EVEN": even, "PDL": True}
-        pointers = dict.fromkeys("XWBY", "bf16")
-        build(f"narrow linear {rows}", narrow_linear_triton._narrow_linear_kernel, pointers, constants, num_warps=8)
+    for rows, depth in narrow_linear_triton._DEPTH.items():
+        for even in (True, False):
+            constants = {"HAS_BIAS": even, "M": rows, "BN": 8, "BK": depth, "PARTS": 4, "EVEN": even, "PDL": True}
+            pointers = dict.fromkeys("XWBY", "bf16")
+            built = build(f"narrow linear {rows}", narrow_linear_triton._narrow_linear_kernel, pointers, constants)
+            assert built.metadata.shared <= SHARED, built.metadata.shared
 
 
 def selection() -> None:
