@@ -32,20 +32,20 @@ def why_not(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> str | None
     return availability.why_no_triton()
 
 
-def is_narrow(rows: int, columns: int) -> bool:
-    """Whether one weight is small enough for ``narrow_linear_triton``: a router, say."""
-    return rows <= 32 and columns <= NARROW
+def is_narrow(rows: int, columns: int, size: int) -> bool:
+    """Whether ``narrow_linear_triton`` beats cuBLAS at one weight ``[columns, size]``: a router, say (measured on an H200)."""
+    return columns <= NARROW and (rows <= 16 or (rows <= 32 and size <= 2048))
 
 
-def pays(rows: int, columns: Sequence[int]) -> bool:
-    """Whether one launch beats cuBLAS (measured on an H200 at the layer sizes of Llama-3.1-8B).
+def pays(rows: int, columns: Sequence[int], size: int) -> bool:
+    """Whether one launch over weights ``[., size]`` beats cuBLAS (measured on an H200 at the layer sizes of Llama-3.1-8B).
 
     Up to 32 rows: several weights always, one if it is narrow or its tiles fill the device; from 32,768 columns on (output
     layers) cuBLAS reaches the memory limit by itself. Above, only what cuBLAS cuts into several launches: several weights, past
     64 rows small ones.
     """
     if rows <= 32:
-        return rows >= 1 and (len(columns) > 1 or is_narrow(rows, columns[0]) or 64 * _TILE <= columns[0] < 32768)
+        return rows >= 1 and (len(columns) > 1 or is_narrow(rows, columns[0], size) or 64 * _TILE <= columns[0] < 32768)
     return len(columns) > 1 and (rows <= 64 or (rows <= MAX_ROWS and sum(columns) <= 8192))
 
 
@@ -54,7 +54,7 @@ def linears(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> list[Tens
     given: list[Tensor | None] = [*biases] if biases else [None] * len(weights)
     served = all(why_not(x, w, b) is None for w, b in zip(weights, given))
     rows = x.numel() // x.shape[-1]
-    if served and len(weights) == 1 and rows > 0 and is_narrow(rows, weights[0].shape[0]):
+    if served and len(weights) == 1 and rows > 0 and is_narrow(rows, *weights[0].shape):
         from spec_compile.kernels.narrow_linear_triton import narrow_linear_triton
 
         return [narrow_linear_triton(x, weights[0], given[0])]

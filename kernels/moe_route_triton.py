@@ -1,7 +1,7 @@
-"""The router of a mixture of experts in Triton: score, choice and weights of a row in one program's registers. No host reads.
+"""The router of a mixture of experts in Triton: score, choice and weights of a row in one warp's registers. No host reads.
 
-Scores become order-preserving bits. Up to 256 experts are ranked by comparing each with all; of more, each of the k best takes
-one maximum and one minimum over the experts that reach it. Ties go to the lowest expert.
+Each of the k best takes one maximum over order-preserving bits and one minimum over the experts that reach it, so that ties go
+to the lowest expert.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from spec_compile.kernels.tiling import device_of
-
-_MOST_RANKED = 256
 
 
 @triton.jit
@@ -31,12 +29,6 @@ def _value(ordered):
     bits = ordered.to(tl.int32, bitcast=True)
     bits = tl.where(bits < 0, bits ^ (-2147483647 - 1), ~bits)
     return tl.where(ordered == 0, 0.0, bits.to(tl.float32, bitcast=True))
-
-
-@triton.jit
-def _computed_once(x):
-    """``x``; keeps the compiler from computing it anew for every thread that compares with it."""
-    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -61,8 +53,7 @@ def _scored(x, inside, SOFTMAX: tl.constexpr):
 def _route_kernel(
     LOGITS, BIAS, CHOICE, WEIGHT, l_n, epsilon, scale,
     EXPERTS: tl.constexpr, K: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, G: tl.constexpr, S: tl.constexpr,
-    SOFTMAX: tl.constexpr, SCORE_FIRST: tl.constexpr, RENORMALISE: tl.constexpr, HAS_BIAS: tl.constexpr, RANKED: tl.constexpr,
-    PDL: tl.constexpr,
+    SOFTMAX: tl.constexpr, SCORE_FIRST: tl.constexpr, RENORMALISE: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row. Places are experts in groups of ``S``, a power of two, of which the last are padding."""
     row = tl.program_id(0)
@@ -98,38 +89,24 @@ def _route_kernel(
         # Experts of the other groups count as -inf: they may still be chosen where too few are left.
         key = tl.where(inside & (keep == 0), _ordered(tl.full([G * S], float("-inf"), tl.float32)), key)
 
-    if RANKED:
-        # All places at once: how many come before each. Ties go to the lowest, and padding, 0, comes last.
-        if PDL:
-            key = _computed_once(key)
-        ahead = (key[:, None] > key[None, :]) | ((key[:, None] == key[None, :]) & (place[:, None] < place[None, :]))
-        # Over the first axis a thread adds by itself what the second would spread over a warp.
-        rank = tl.sum(ahead.to(tl.int32), 0)
-        chosen = rank < K
-        weight = value if SCORE_FIRST else _scored(value, chosen, SOFTMAX)
-        if RENORMALISE:
-            total = tl.sum(tl.where(chosen, weight, 0.0), 0) + epsilon
-            weight = tl.div_rn(weight, total.broadcast_to(weight.shape))
-        at = row.to(tl.int64) * K + rank
-        tl.store(CHOICE + at, e.to(tl.int64), mask=chosen)
-        tl.store(WEIGHT + at, (weight * scale).to(WEIGHT.dtype.element_ty), mask=chosen)
-    else:
-        KK: tl.constexpr = triton.next_power_of_2(K)
-        k = tl.arange(0, KK)
-        choice = tl.zeros([KK], tl.int32)
-        weight = tl.zeros([KK], tl.float32)
-        for j in tl.static_range(K):
-            _, best = _best(key, e, EXPERTS)
-            choice = tl.where(k == j, best, choice)
-            weight = tl.where(k == j, tl.sum(tl.where(inside & (e == best), value, 0.0), 0), weight)
-            key = tl.where(e == best, 0, key)
-        if not SCORE_FIRST:
-            weight = _scored(weight, k < K, SOFTMAX)
-        if RENORMALISE:
-            total = tl.sum(tl.where(k < K, weight, 0.0), 0) + epsilon
-            weight = tl.div_rn(weight, total.broadcast_to(weight.shape))
-        tl.store(CHOICE + row.to(tl.int64) * K + k, choice.to(tl.int64), mask=k < K)
-        tl.store(WEIGHT + row.to(tl.int64) * K + k, (weight * scale).to(WEIGHT.dtype.element_ty), mask=k < K)
+    KK: tl.constexpr = triton.next_power_of_2(K)
+    k = tl.arange(0, KK)
+    choice = tl.zeros([KK], tl.int32)
+    weight = tl.zeros([KK], tl.float32)
+    for j in tl.static_range(K):
+        top, best = _best(key, e, EXPERTS)
+        choice = tl.where(k == j, best, choice)
+        # Without a bias the key says what the score was.
+        score = tl.sum(tl.where(inside & (e == best), value, 0.0), 0) if HAS_BIAS or GROUPS > 1 else _value(top)
+        weight = tl.where(k == j, score, weight)
+        key = tl.where(e == best, 0, key)
+    if not SCORE_FIRST:
+        weight = _scored(weight, k < K, SOFTMAX)
+    if RENORMALISE:
+        total = tl.sum(tl.where(k < K, weight, 0.0), 0) + epsilon
+        weight = tl.div_rn(weight, total.broadcast_to(weight.shape))
+    tl.store(CHOICE + row.to(tl.int64) * K + k, choice.to(tl.int64), mask=k < K)
+    tl.store(WEIGHT + row.to(tl.int64) * K + k, (weight * scale).to(WEIGHT.dtype.element_ty), mask=k < K)
 
 
 def padded(experts: int, groups: int) -> tuple[int, int]:
@@ -153,15 +130,13 @@ def moe_route_triton(
     bias = None if bias is None else bias.contiguous()
     groups = max(1, groups)
     wide, size = padded(experts, groups)
-    # Few experts are compared with one another; of many the best are taken one by one.
-    ranked = wide * size <= _MOST_RANKED
     pdl = device_of(logits.device).capability >= 90
     options = {"launch_pdl": True} if pdl else {}
     with torch.cuda.device_of(logits):
         _route_kernel[(rows,)](
             logits, logits if bias is None else bias, choice, weight, logits.stride(0), epsilon, scale,
             EXPERTS=experts, K=k, GROUPS=groups, KEPT=kept_groups, G=wide, S=size, SOFTMAX=score == "softmax",
-            SCORE_FIRST=order == "score_first", RENORMALISE=renormalise, HAS_BIAS=bias is not None, RANKED=ranked, PDL=pdl,
-            num_warps=4 if ranked or wide * size > 512 else 1, **options,
+            SCORE_FIRST=order == "score_first", RENORMALISE=renormalise, HAS_BIAS=bias is not None, PDL=pdl,
+            num_warps=1 if wide * size <= 512 else 4, **options,
         )  # fmt: skip
     return choice, weight

@@ -40,7 +40,8 @@ class FuseLinears(Pass):
             for start in range(0, len(group), MAX_WEIGHTS):
                 calls = group[start : start + MAX_WEIGHTS]
                 rows = _rows(calls[0])
-                if rows is not None and pays(rows, [shape(call.args[1])[0] for call in calls]):
+                sizes = [shape(call.args[1]) for call in calls]
+                if rows is not None and pays(rows, [columns for columns, _ in sizes], sizes[0][1]):
                     _fuse(gm, calls)
                     report.hits += len(calls)
         return report

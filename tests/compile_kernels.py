@@ -273,11 +273,10 @@ def routes() -> None:
         constants = {
             "EXPERTS": count, "K": k, "GROUPS": groups, "KEPT": max(1, groups // 2), "G": wide, "S": size, "SOFTMAX": softmax,
             "SCORE_FIRST": first, "RENORMALISE": True, "HAS_BIAS": groups > 1, "PDL": True,
-            "RANKED": wide * size <= 256,
         }  # fmt: skip
         pointers = {"LOGITS": kind, "BIAS": "fp32", "CHOICE": "i64", "WEIGHT": kind}
         build(f"route {kind} {k} of {count} in {groups}", moe_route_triton._route_kernel, pointers, constants, ("l_n",),
-              num_warps=1 if 256 < wide * size <= 512 else 4)  # fmt: skip
+              num_warps=1 if wide * size <= 512 else 4)  # fmt: skip
 
 
 def limits() -> None:

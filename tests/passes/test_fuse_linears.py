@@ -106,6 +106,7 @@ def test_a_weight_that_is_written_or_computed_is_left_alone() -> None:
         (9, (4096,), True),
         (9, (1024,), False),
         (9, (128,), True),
+        (17, (128,), True),
         (33, (128,), False),
         (9, (65536,), False),
         (33, (4096,), False),
@@ -120,7 +121,7 @@ def test_what_pays(rows: int, columns: tuple[int, ...], fused: bool) -> None:
     def fn(x: Tensor, *ws: Tensor) -> Any:
         return [F.linear(x, w) for w in ws]
 
-    assert linears.pays(rows, columns) == fused
+    assert linears.pays(rows, columns, 8) == fused
     assert run(fn, torch.randn(1, rows, 8), *weights(*columns, size=8))[0] == (len(columns) if fused else 0)
 
 
@@ -217,3 +218,7 @@ def test_the_op_takes_what_the_kernel_does_not() -> None:
     for given in (ws, [strided, *ws[:2]]):
         for found, weight in zip(library.linears(X, given, []), given, strict=True):
             assert torch.equal(found, F.linear(X, weight))
+
+
+def test_long_sums_of_many_rows_are_left_to_cublas() -> None:
+    assert linears.pays(16, [256], 7168) and not linears.pays(17, [256], 7168)
