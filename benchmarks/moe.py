@@ -5,8 +5,8 @@
     python benchmarks/moe.py --tune up down [--shapes ...] [--rows 8] [--experts N]
 
 Whole blocks in bfloat16: router, choice, experts, weighted sum; random weights and random routing, or routing to N experts alone
-(``--experts``). ``ours`` is ``linears``, ``moe_route`` and ``moe_experts``; the peers are transformers' Qwen3MoeSparseMoeBlock and
-MixtralSparseMoeBlock with its three implementations of experts, ``+`` compiled by torch.compile (at the rows of ``--compiled``
+(``--experts``). ``ours`` is ``linears``, ``moe_route`` and ``moe_experts``; the peers are Qwen3MoeSparseMoeBlock and
+MixtralSparseMoeBlock of transformers with its three implementations, ``+`` compiled by torch.compile (at the rows of ``--compiled``
 alone). Calls run inside one CUDA graph, which rotates through several layers, so that no cache level holds their weights; the
 eager implementation reads the host and cannot be captured: it is timed from the host. ``limit`` is the time to read the router
 and the distinct experts once at ``--bandwidth``. Times are medians in microseconds. Errors are relative, against float64 on the

@@ -40,8 +40,8 @@ def is_narrow(rows: int, columns: int) -> bool:
 def pays(rows: int, columns: Sequence[int]) -> bool:
     """Whether one launch beats cuBLAS (measured on an H200 at the layer sizes of Llama-3.1-8B).
 
-    Up to 32 rows: several weights always, one if it is narrow or its tiles fill the device; from 32,768 columns on (output layers) cuBLAS
-    reaches the memory limit by itself. Above, only what cuBLAS cuts into several launches: several weights, past 64 rows
+    Up to 32 rows: several weights always, one if it is narrow or its tiles fill the device; from 32,768 columns on (output
+    layers) cuBLAS reaches the memory limit by itself. Above, only what cuBLAS cuts into several launches: several weights, past 64 rows
     small ones.
     """
     if rows <= 32:

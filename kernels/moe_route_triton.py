@@ -14,7 +14,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from spec_compile.kernels.tiling import device_of
 
-
 _MOST_RANKED = 256
 
 

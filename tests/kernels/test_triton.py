@@ -22,8 +22,8 @@ import triton.language as tl
 
 from spec_compile.kernels.attention_triton import _part, attention_triton, most_tiles
 from spec_compile.kernels.linears_triton import linears_triton
-from spec_compile.kernels.narrow_linear_triton import narrow_linear_triton
 from spec_compile.kernels.live_blocks_triton import live_blocks_triton, why_not
+from spec_compile.kernels.narrow_linear_triton import narrow_linear_triton
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
