@@ -46,11 +46,12 @@ def _expert(
 
     first = linear(x, weight(gate_up), bias(gate_up_bias))
     if up is not None:
-        inner = gated(first, linear(x, weight(up)), activation, limit, alpha)
+        gate, other = first, linear(x, weight(up))
     elif interleaved:
-        inner = gated(first[..., 0::2], first[..., 1::2], activation, limit, alpha)
+        gate, other = first[..., 0::2], first[..., 1::2]
     else:
-        inner = gated(*first.chunk(2, -1), activation, limit, alpha)
+        gate, other = first.chunk(2, -1)
+    inner = gated(gate, other, activation, limit, alpha)
     return linear(inner, weight(down), bias(down_bias))
 
 
