@@ -475,6 +475,7 @@ def moe_experts(
     transposed: bool,
     limit: float = 0.0,
     alpha: float = 0.0,
+    up: Tensor | None = None,
 ) -> Tensor:
     """Experts of a mixture, on the rows that chose them: ``sum_k weight[n, k] * expert(choice[n, k])(x[n])``.
 
@@ -490,19 +491,38 @@ def moe_experts(
         activation: ``silu``, ``gelu``, ``gelu_tanh`` or ``relu`` of the gate, times up; or ``swiglu_oai`` (gpt-oss):
             ``(u + 1) * g * sigmoid(alpha * g)`` with ``g = min(gate, limit)`` and ``u = clamp(up, -limit, limit)``.
         interleaved: gate and up rows alternate; otherwise the first I rows are gate's.
+        up: the weight of up where it is a tensor of its own: ``gate_up`` is then that of the gate alone, both are ``[E, I, H]``
+            (``[E, H, I]``), without ``gate_up_bias`` and not interleaved. Neither is copied.
 
     Returns:
         ``[N, H]`` in x's dtype. Experts that no row chose never reach it, NaN included.
     """
+    _check_up(gate_up, up, gate_up_bias, interleaved)
     return _moe_experts(
-        x, choice, weight, gate_up, down, gate_up_bias, down_bias, activation, interleaved, transposed, limit, alpha
+        x, choice, weight, gate_up, down, gate_up_bias, down_bias, activation, interleaved, transposed, limit, alpha, up
     )
+
+
+def _check_up(gate: Tensor, up: Tensor | None, bias: Tensor | None, interleaved: bool) -> None:
+    """With real operands too: the kernel takes strides and sizes of ``up`` from the gate."""
+    if up is None:
+        return
+    alike = up.shape == gate.shape and up.dtype == gate.dtype and up.device == gate.device
+    torch._check(
+        alike,
+        lambda: (
+            f"moe_experts: up must be {tuple(gate.shape)} in {gate.dtype} on {gate.device}, as the gate is, "
+            f"got {tuple(up.shape)} in {up.dtype} on {up.device}"
+        ),
+    )
+    torch._check(bias is None and not interleaved, lambda: "moe_experts: with up given, no gate_up_bias and not interleaved")
 
 
 @moe_experts.register_fake
 def _(
     x: Tensor, choice: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None,
     down_bias: Tensor | None, activation: str, interleaved: bool, transposed: bool, limit: float = 0.0, alpha: float = 0.0,
+    up: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     torch._check(x.dim() == choice.dim() == weight.dim() == 2, lambda: "moe_experts: x, choice and weight must be 2-D")
     torch._check(gate_up.dim() == down.dim() == 3, lambda: "moe_experts: gate_up and down must be 3-D")
@@ -516,7 +536,9 @@ def _(
     )
     experts, hidden = gate_up.shape[0], x.shape[1]
     inner = down.shape[1 if transposed else 2]
-    wanted = (experts, hidden, 2 * inner) if transposed else (experts, 2 * inner, hidden)
+    _check_up(gate_up, up, gate_up_bias, interleaved)
+    wide = inner if up is not None else 2 * inner
+    wanted = (experts, hidden, wide) if transposed else (experts, wide, hidden)
     torch._check(gate_up.shape == wanted, lambda: f"moe_experts: gate_up must be {wanted}, got {tuple(gate_up.shape)}")
     wanted = (experts, inner, hidden) if transposed else (experts, hidden, inner)
     torch._check(down.shape == wanted, lambda: f"moe_experts: down must be {wanted}, got {tuple(down.shape)}")

@@ -20,12 +20,8 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def gated(gate_up: Tensor, activation: str, interleaved: bool, limit: float, alpha: float) -> Tensor:
-    """``[..., 2I]`` of the first product to ``[..., I]``, the input of the second."""
-    if interleaved:
-        gate, up = gate_up[..., 0::2], gate_up[..., 1::2]
-    else:
-        gate, up = gate_up.chunk(2, -1)
+def gated(gate: Tensor, up: Tensor, activation: str, limit: float, alpha: float) -> Tensor:
+    """``[..., I]``, the input of the second product."""
     if activation == "swiglu_oai":
         gate = gate.clamp(max=limit)
         return (up.clamp(-limit, limit) + 1) * gate * torch.sigmoid(alpha * gate)
@@ -38,7 +34,7 @@ def gated(gate_up: Tensor, activation: str, interleaved: bool, limit: float, alp
 
 def _expert(
     x: Tensor, e: int, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None, down_bias: Tensor | None,
-    activation: str, interleaved: bool, transposed: bool, limit: float, alpha: float,
+    activation: str, interleaved: bool, transposed: bool, limit: float, alpha: float, up: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """One expert on some rows, in x's dtype."""
 
@@ -48,7 +44,14 @@ def _expert(
     def bias(of: Tensor | None) -> Tensor | None:
         return None if of is None else of[e].to(x.dtype)
 
-    inner = gated(linear(x, weight(gate_up), bias(gate_up_bias)), activation, interleaved, limit, alpha)
+    first = linear(x, weight(gate_up), bias(gate_up_bias))
+    if up is not None:
+        gate, other = first, linear(x, weight(up))
+    elif interleaved:
+        gate, other = first[..., 0::2], first[..., 1::2]
+    else:
+        gate, other = first.chunk(2, -1)
+    inner = gated(gate, other, activation, limit, alpha)
     return linear(inner, weight(down), bias(down_bias))
 
 
@@ -66,6 +69,7 @@ def _weighted_sum(pairs: Tensor, choice: Tensor, weight: Tensor, experts: int, d
 def moe_experts_reference(
     x: Tensor, choice: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None,
     down_bias: Tensor | None, activation: str, interleaved: bool, transposed: bool, limit: float = 0.0, alpha: float = 0.0,
+    up: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """See :func:`spec_compile.kernels.library.moe_experts`. Never looks at data on the host: may be captured.
 
@@ -74,7 +78,7 @@ def moe_experts_reference(
     rows = x.to(wide_dtype(x.dtype))
     pairs = rows.new_zeros(*choice.shape, down.shape[2] if transposed else down.shape[1])
     for e in range(gate_up.shape[0]):
-        found = _expert(rows, e, gate_up, down, gate_up_bias, down_bias, activation, interleaved, transposed, limit, alpha)
+        found = _expert(rows, e, gate_up, down, gate_up_bias, down_bias, activation, interleaved, transposed, limit, alpha, up)
         pairs = torch.where((choice == e).unsqueeze(-1), found.unsqueeze(1), pairs)
     return _weighted_sum(pairs, choice, weight, gate_up.shape[0], x.dtype)
 
@@ -82,6 +86,7 @@ def moe_experts_reference(
 def moe_experts_grouped(
     x: Tensor, choice: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None,
     down_bias: Tensor | None, activation: str, interleaved: bool, transposed: bool, limit: float = 0.0, alpha: float = 0.0,
+    up: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """See :func:`spec_compile.kernels.library.moe_experts`; for CPU: reads data on the host.
 
@@ -91,7 +96,7 @@ def moe_experts_grouped(
     ids, counts = choice.flatten()[order].unique_consecutive(return_counts=True)
     rows = x[order // choice.shape[1]].split(counts.tolist())
     found = [
-        _expert(part, e, gate_up, down, gate_up_bias, down_bias, activation, interleaved, transposed, limit, alpha)
+        _expert(part, e, gate_up, down, gate_up_bias, down_bias, activation, interleaved, transposed, limit, alpha, up)
         if 0 <= e < gate_up.shape[0]
         else part
         for e, part in zip(ids.tolist(), rows)
@@ -145,21 +150,29 @@ def _why_no_kernel(x: Tensor) -> str | None:
 
 
 def why_no_experts_kernel(
-    x: Tensor, choice: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None
-) -> str | None:
-    """Reason why the kernels cannot compute these experts, or None; looks at (fake) operands, never at data."""
-    given = [t for t in (choice, gate_up, down, gate_up_bias, down_bias) if t is not None]
+    x: Tensor, choice: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None, up: Tensor | None = None,
+) -> str | None:  # fmt: skip
+    """Reason why the kernels cannot compute these experts, or None; looks at (fake) operands, never at data or addresses."""
+    given = [t for t in (choice, gate_up, down, gate_up_bias, down_bias, up) if t is not None]
     if any(t.device != x.device for t in given):
         return "operands on several devices"
     if gate_up.dtype != x.dtype or down.dtype != x.dtype:
         return f"dtypes {x.dtype}, {gate_up.dtype} and {down.dtype}"
     if gate_up.stride(2) != 1 or down.stride(2) != 1:
         return "rows of the weights are not contiguous"
+    if up is not None and up.stride() != gate_up.stride():
+        return f"the weights of gate and up have different strides, {tuple(gate_up.stride())} and {tuple(up.stride())}"
     if x.shape[0] > MAX_ROWS:
         return f"{int(x.shape[0])} rows are more than {MAX_ROWS}"
     if x.shape[0] * choice.shape[1] > MAX_PAIRS:
         return f"{int(x.shape[0])} rows with {choice.shape[1]} experts each are more than {MAX_PAIRS} pairs"
     return _why_no_kernel(x)
+
+
+def _whole_apart(gate: Tensor, up: Tensor | None) -> bool:
+    """Whether the kernel can step from gate to up: whole elements lie between them, as alignment alone ensures."""
+    return up is None or (up.data_ptr() - gate.data_ptr()) % gate.itemsize == 0
 
 
 def why_no_route_kernel(logits: Tensor, k: int) -> str | None:
@@ -172,14 +185,15 @@ def why_no_route_kernel(logits: Tensor, k: int) -> str | None:
 def moe_experts(
     x: Tensor, choice: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None,
     down_bias: Tensor | None, activation: str, interleaved: bool, transposed: bool, limit: float = 0.0, alpha: float = 0.0,
+    up: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """See :func:`spec_compile.kernels.library.moe_experts`."""
     run = moe_experts_grouped if x.device.type == "cpu" else moe_experts_reference
-    if why_no_experts_kernel(x, choice, gate_up, down, gate_up_bias, down_bias) is None:
+    if why_no_experts_kernel(x, choice, gate_up, down, gate_up_bias, down_bias, up) is None and _whole_apart(gate_up, up):
         from spec_compile.kernels.moe_experts_triton import moe_experts_triton
 
         run = moe_experts_triton
-    return run(x, choice, weight, gate_up, down, gate_up_bias, down_bias, activation, interleaved, transposed, limit, alpha)
+    return run(x, choice, weight, gate_up, down, gate_up_bias, down_bias, activation, interleaved, transposed, limit, alpha, up)
 
 
 def moe_route(

@@ -71,13 +71,14 @@ def _pairs_of(CHOICE, e, mine, start, pairs, M: tl.constexpr, PAIRS: tl.constexp
 
 @triton.jit
 def _row(r, first, inner, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Row ``r`` of a tile of the first weight, which holds as many rows of gate as of up, and whether it exists."""
+    """Row ``r`` of a tile of the first weight, which holds as many rows of gate as of up: its place in its half, which half
+    (all are in half 0 where they alternate), and whether it exists."""
     if INTERLEAVED:
         n = first * 2 + r
-        return n, n < 2 * inner
+        return n, r * 0, n < 2 * inner
     else:
         n = first + r % HALF
-        return r // HALF * inner + n, n < inner
+        return n, r // HALF, n < inner
 
 
 @triton.jit
@@ -131,13 +132,16 @@ def _activated(gate, up, limit, alpha, ACTIVATION: tl.constexpr):
 
 @triton.jit(do_not_specialize=["pairs", "limit", "alpha"])
 def _gate_up_kernel(
-    X, CHOICE, W, BIAS, INNER, x_n, w_e, w_n, b_e, pairs, hidden, inner, limit, alpha,
+    X, CHOICE, W, BIAS, INNER, x_n, w_e, w_n, w_half: tl.int64, b_e, pairs, hidden, inner, limit, alpha,
     EXPERTS: tl.constexpr, K: tl.constexpr, PAIRS: tl.constexpr, CHUNK: tl.constexpr, BY_PAIR: tl.constexpr, M: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, ACTIVATION: tl.constexpr, INTERLEAVED: tl.constexpr,
     TRANSPOSED: tl.constexpr, HAS_BIAS: tl.constexpr, SWAP: tl.constexpr, PRECISION: tl.constexpr, AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """``act(gate) * up`` of each choice, ``[pairs, inner]``: a tile holds ``BN`` rows, half of gate and half of up."""
+    """``act(gate) * up`` of each choice, ``[pairs, inner]``: a tile holds ``BN`` rows, half of gate and half of up.
+
+    ``w_half`` elements lie between a row (column) of gate and that of up, which may be in another tensor of equal strides.
+    """
     HALF: tl.constexpr = BN // 2
     first = tl.program_id(0) * HALF
     if PDL:
@@ -148,7 +152,8 @@ def _gate_up_kernel(
     if count == 0:
         return
 
-    n, used = _row(tl.arange(0, BN), first, inner, HALF, INTERLEAVED)
+    n, half, used = _row(tl.arange(0, BN), first, inner, HALF, INTERLEAVED)
+    w_from = half.to(tl.int64) * w_half
     k = tl.arange(0, BK)
     w = W + e.to(tl.int64) * w_e
     if PDL and AHEAD > 0 and first + HALF <= inner:
@@ -156,17 +161,17 @@ def _gate_up_kernel(
         LINE: tl.constexpr = 512 // W.dtype.element_ty.primitive_bitwidth
         if TRANSPOSED:
             i = tl.arange(0, AHEAD * (BN // LINE))
-            row, _ = _row(i % (BN // LINE) * LINE, first, inner, HALF, INTERLEAVED)
-            prefetch(w + (i // (BN // LINE)).to(tl.int64) * w_n + row)
+            col, side, _ = _row(i % (BN // LINE) * LINE, first, inner, HALF, INTERLEAVED)
+            prefetch(w + (i // (BN // LINE)).to(tl.int64) * w_n + side.to(tl.int64) * w_half + col)
         else:
             i = tl.arange(0, BN * (AHEAD // LINE))
-            row, _ = _row(i // (AHEAD // LINE), first, inner, HALF, INTERLEAVED)
-            prefetch(w + row.to(tl.int64) * w_n + i % (AHEAD // LINE) * LINE)
+            row, side, _ = _row(i // (AHEAD // LINE), first, inner, HALF, INTERLEAVED)
+            prefetch(w + row.to(tl.int64) * w_n + side.to(tl.int64) * w_half + i % (AHEAD // LINE) * LINE)
     if TRANSPOSED:
-        w_at = w + k.to(tl.int64)[:, None] * w_n + n[None, :]
+        w_at = w + k.to(tl.int64)[:, None] * w_n + n[None, :] + w_from[None, :]
         w_used = used[None, :]
     else:
-        w_at = w + n.to(tl.int64)[:, None] * w_n + k[None, :]
+        w_at = w + (w_from + n.to(tl.int64) * w_n)[:, None] + k[None, :]
         w_used = used[:, None]
     for start in tl.range(0, count, M):
         pair = _pairs_of(CHOICE, e, mine, start, pairs, M, PAIRS, CHUNK)
@@ -174,7 +179,8 @@ def _gate_up_kernel(
         x_at = X + (pair // K).to(tl.int64)[:, None] * x_n + k[None, :]
         acc = _product(x_at, w_at, real[:, None], w_used, 0, hidden, w_n, BN, BK, M, EVEN, TRANSPOSED, SWAP, PRECISION)
         if HAS_BIAS:
-            acc += tl.load(BIAS + e.to(tl.int64) * b_e + n, mask=used, other=0.0).to(tl.float32)[None, :]
+            bias_at = BIAS + e.to(tl.int64) * b_e + half * inner + n
+            acc += tl.load(bias_at, mask=used, other=0.0).to(tl.float32)[None, :]
         if INTERLEAVED:
             gate, up = tl.split(acc.reshape(M, HALF, 2))
         else:
@@ -263,7 +269,7 @@ def _combine_kernel(
 def moe_experts_triton(
     x: Tensor, choice: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None,
     down_bias: Tensor | None, activation: str, interleaved: bool, transposed: bool, limit: float = 0.0, alpha: float = 0.0,
-    tiling: ExpertTiling | None = None,
+    up: Tensor | None = None, tiling: ExpertTiling | None = None,
 ) -> Tensor:  # fmt: skip
     """Same arguments and result as :func:`spec_compile.kernels.library.moe_experts`, where
     :func:`spec_compile.kernels.moe.why_no_experts_kernel` is None.
@@ -280,7 +286,11 @@ def moe_experts_triton(
     choice, weight = choice.contiguous(), weight.contiguous()
     gate_up_bias, down_bias = (b if b is None or b.stride(1) == 1 else b.contiguous() for b in (gate_up_bias, down_bias))
     tiling = tiling or choose_expert_tiling(x.device, x.dtype, rows, experts, choice.shape[1], hidden, inner)
-    up, dn = tiling.up, tiling.down
+    first, second = tiling.up, tiling.down
+    # Two tensors of equal strides: one is reached from the other, wherever the allocator put them.
+    apart = inner * (1 if transposed else gate_up.stride(1))
+    if up is not None:
+        apart = (up.data_ptr() - gate_up.data_ptr()) // up.itemsize
     between = x.new_empty(pairs, inner)
     parts = x.new_empty(tiling.splits, pairs, hidden, dtype=torch.float32)
     by_pair = pairs < experts
@@ -294,19 +304,19 @@ def moe_experts_triton(
         "TRANSPOSED": transposed, "PRECISION": precision, "PDL": pdl, **options,
     }  # fmt: skip
     with torch.cuda.device_of(x):
-        _gate_up_kernel[(triton.cdiv(inner, up.width // 2), places)](
-            x, choice, gate_up, x if gate_up_bias is None else gate_up_bias, between, x.stride(0), *gate_up.stride()[:2],
+        _gate_up_kernel[(triton.cdiv(inner, first.width // 2), places)](
+            x, choice, gate_up, x if gate_up_bias is None else gate_up_bias, between, x.stride(0), *gate_up.stride()[:2], apart,
             0 if gate_up_bias is None else gate_up_bias.stride(0), pairs, hidden, inner, limit, alpha,
-            K=choice.shape[1], BN=up.width, BK=up.depth, EVEN=hidden % up.depth == 0, ACTIVATION=activation,
-            INTERLEAVED=interleaved, HAS_BIAS=gate_up_bias is not None, SWAP=up.swap, AHEAD=up.ahead if up.ahead <= hidden else 0,
-            num_warps=up.warps, num_stages=up.stages, **common,
+            K=choice.shape[1], BN=first.width, BK=first.depth, EVEN=hidden % first.depth == 0, ACTIVATION=activation,
+            INTERLEAVED=interleaved, HAS_BIAS=gate_up_bias is not None, SWAP=first.swap,
+            AHEAD=first.ahead if first.ahead <= hidden else 0, num_warps=first.warps, num_stages=first.stages, **common,
         )  # fmt: skip
-        _down_kernel[(triton.cdiv(hidden, dn.width) * tiling.splits, places)](
+        _down_kernel[(triton.cdiv(hidden, second.width) * tiling.splits, places)](
             between, choice, down, x if down_bias is None else down_bias, parts, *down.stride()[:2],
             0 if down_bias is None else down_bias.stride(0), pairs, hidden, inner,
-            BN=dn.width, BK=dn.depth, EVEN=inner % dn.depth == 0, SPLITS=tiling.splits, HAS_BIAS=down_bias is not None,
-            SWAP=dn.swap, AHEAD=dn.ahead if dn.ahead <= inner else 0, num_warps=dn.warps, num_stages=dn.stages,
-            **common,
+            BN=second.width, BK=second.depth, EVEN=inner % second.depth == 0, SPLITS=tiling.splits,
+            HAS_BIAS=down_bias is not None, SWAP=second.swap, AHEAD=second.ahead if second.ahead <= inner else 0,
+            num_warps=second.warps, num_stages=second.stages, **common,
         )  # fmt: skip
         _combine_kernel[(triton.cdiv(hidden, tiling.columns), rows)](
             parts, choice, weight, out, pairs, hidden, EXPERTS=experts, K=choice.shape[1], BN=tiling.columns,

@@ -12,8 +12,9 @@ After::
     e, w = spec_compile.moe_route(logits, None, "softmax", 2, True, 0.0, 1.0, 1, 1, "score_first")
     spec_compile.moe_experts(x, e, w, gate_up, down, None, None, "silu", False, False)
 
-Each expert that was chosen is then read once, whatever the number of rows. Matching lives in ``moe_experts_match`` and
-``moe_route_match``; this file only emits. Shared experts are ordinary layers and stay outside.
+Each expert that was chosen is then read once, whatever the number of rows. Where gate and up are two products over two stacks,
+as in gpt-fast, the call takes the gate's in place of ``gate_up`` and up's as its last argument. Matching lives in
+``moe_experts_match`` and ``moe_route_match``; this file only emits. Shared experts are ordinary layers and stay outside.
 """
 
 from __future__ import annotations
@@ -91,7 +92,9 @@ def _unless_slow(match: ExpertsMatch, ctx: PassContext) -> ExpertsMatch | Reject
     with fake_mode(x):
         choice = x.new_empty(x.shape[0], match.top_k, dtype=torch.int64)
     # Where the number of rows is symbolic, asking whether they are few enough installs the guard that keeps them so.
-    reason = moe.why_no_experts_kernel(x, choice, gate_up, down, tensor(match.gate_up_bias), tensor(match.down_bias))
+    reason = moe.why_no_experts_kernel(
+        x, choice, gate_up, down, tensor(match.gate_up_bias), tensor(match.down_bias), tensor(match.up)
+    )
     if reason is None:
         return match
     return Rejection(
@@ -112,13 +115,14 @@ def _why_kept(match: RouteMatch, ctx: PassContext) -> str:
 
 def _replace_experts(match: ExpertsMatch, writes: dict[Node, list[Node]], ctx: PassContext) -> Node:
     if match.form == "marker":
-        match.anchor.args = (*match.anchor.args[:10], match.limit, match.alpha)
+        match.anchor.args = (*match.anchor.args[:10], match.limit, match.alpha, match.up)
         match.anchor.kwargs = {}
         return match.anchor
     emit = Emitter(match.output)
     result = emit.call(
         EXPERTS.default, match.x, _two_d(emit, match.choice), _two_d(emit, match.weight), match.gate_up, match.down,
         match.gate_up_bias, match.down_bias, match.activation, match.interleaved, match.transposed, match.limit, match.alpha,
+        match.up,
     )  # fmt: skip
     upstream = list(ancestors(match.output, 96))
     _take_over(match.output, result, writes)

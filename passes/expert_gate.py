@@ -1,4 +1,5 @@
-"""What an expert does between its two products: ``act(gate) * up``, or gpt-oss's clamped form, on the halves of one value."""
+"""What an expert does in front of its down product: ``act(gate) * up``, or gpt-oss's clamped form, of the halves of one value
+or of two values."""
 
 from __future__ import annotations
 
@@ -10,12 +11,12 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from spec_compile.passes.nodes import argument, aten, is_call, packet, scalar, shape, value
+from spec_compile.passes.expert_products import is_fallback, is_view
+from spec_compile.passes.nodes import argument, aten, is_call, packet, same, scalar, shape, value
 
 CASTS = (aten.to, aten._to_copy)
 _CLAMPS = (aten.clamp, aten.clamp_min, aten.clamp_max)
-_PRODUCTS = (aten.einsum, aten.bmm, aten.matmul, aten._grouped_mm, aten.squeeze, aten.add, aten.masked_fill)
-_TWO_PRODUCTS = "gate and up are two products: stack their weights as one parameter [E, 2I, H], gate rows first"
+_PRODUCTS = (aten.einsum, aten.bmm, aten.matmul, aten._grouped_mm, aten.add, aten.masked_fill)
 _PLAIN = {aten.silu: "silu", aten.relu: "relu"}
 
 
@@ -29,7 +30,8 @@ class Refusal(Exception):
 
 @dataclass(frozen=True)
 class Gate:
-    """``activation`` of the halves of ``source`` ``[..., 2I]``; ``inner`` are the nodes in between."""
+    """``activation`` of the halves of ``source`` ``[..., 2I]``, or of ``source`` and ``up``, both ``[..., I]``; ``inner`` are the
+    nodes in between."""
 
     source: Node
     interleaved: bool
@@ -37,6 +39,7 @@ class Gate:
     limit: float = 0.0
     alpha: float = 0.0
     inner: tuple[Node, ...] = ()
+    up: Node | None = None
 
 
 @dataclass(frozen=True)
@@ -67,8 +70,15 @@ def match_gate(node: Node) -> Gate:
 
 
 def _joined(node: Node, gate: _Half, up: _Half, activation: str, limit: float, alpha: float, inner: tuple[Node, ...]) -> Gate:
+    if gate.source is up.source and gate.which == "whole":
+        raise Refusal(node, "gate and up are one value")
+    if gate.which == up.which == "whole":
+        sizes = shape(gate.source), shape(up.source)
+        if len(sizes[0]) != len(sizes[1]) or not all(same(a, b) for a, b in zip(*sizes)):
+            raise Refusal(node, f"gate and up are two values of {list(sizes[0])} and {list(sizes[1])}")
+        return Gate(gate.source, False, activation, limit, alpha, inner, up.source)
     if gate.source is not up.source:
-        raise Refusal(node, _TWO_PRODUCTS)
+        raise Refusal(node, f"gate and up are parts of two values, of one the {gate.which}, of the other the {up.which}")
     if (gate.which, up.which) in (("last", "first"), ("odd", "even")):
         raise Refusal(node, "gate and up are swapped: the activation is taken of the second half")
     if (gate.which, up.which) not in (("first", "last"), ("even", "odd")):
@@ -90,8 +100,6 @@ def _plain(left: Any, right: Any) -> _Found | None:
         return None
     inner.append(acted)
     gate, up = _half(acted.args[0], inner), _half(right, inner)
-    if gate is None and up is None and is_call(acted.args[0], *_PRODUCTS) and is_call(right, *_PRODUCTS):
-        raise Refusal(acted, _TWO_PRODUCTS)
     return (activation, 0.0, 0.0, gate, up, tuple(inner)) if gate and up else None
 
 
@@ -161,7 +169,8 @@ def _half(node: Any, inner: list[Node]) -> _Half | None:
         return _Half(source, which, (node, whole))
     if is_call(node, aten.slice) and isinstance(node.args[0], Node):
         return _sliced(node, node.args[0])
-    return None
+    # A product of its own, as far as can be seen from here.
+    return _Half(node, "whole", ()) if is_view(node) or is_call(node, *_PRODUCTS) or is_fallback(node) else None
 
 
 def _sliced(node: Node, source: Node) -> _Half | None:

@@ -130,14 +130,14 @@ def _choices(key: Node) -> set[Node]:
 def _product(node: Node) -> Product | None:
     if is_call(node, *_BMM) and len(node.args) == 2:
         return _batched(node)
-    if is_call(node, aten._grouped_mm) or _is_fallback(node):
+    if is_call(node, aten._grouped_mm) or is_fallback(node):
         return _grouped(node)
     if is_call(node, aten.einsum):
         return _gathered(node)
     return None
 
 
-def _is_fallback(node: Node) -> bool:
+def is_fallback(node: Node) -> bool:
     """transformers' operator for dtypes that ``_grouped_mm`` does not take under compilation."""
     found = packet(node)
     return found is not None and str(found) == "transformers.grouped_mm_fallback"

@@ -1,6 +1,7 @@
 """Match the experts of one MoE layer: from the down product to the sum over choices, and back to x, choice and weight.
 
-What is matched is exactly ``sum_k weight[n, k] * down(act(gate(x[n])) * up(x[n]))`` with the weights of expert ``choice[n, k]``.
+What is matched is exactly ``sum_k weight[n, k] * down(act(gate(x[n])) * up(x[n]))`` with the weights of expert ``choice[n, k]``;
+gate and up are halves of one product, or two products over stacked weights.
 Matching changes no node; it may pin symbolic numbers.
 """
 
@@ -14,7 +15,7 @@ from torch.fx import Graph, Node
 
 from spec_compile.kernels import library
 from spec_compile.passes.base import Rejection
-from spec_compile.passes.expert_gate import CASTS, Gate, Refusal, match_gate, number
+from spec_compile.passes.expert_gate import CASTS, Refusal, match_gate, number
 from spec_compile.passes.expert_pairs import Pairs, sizes_are
 from spec_compile.passes.expert_products import INPUTS, Product, equation, find_products, is_view, last_products
 from spec_compile.passes.nodes import argument, aten, is_call, layer_name, packet, same, shape, source_line, tensor
@@ -34,6 +35,7 @@ class ExpertsMatch:
         output: the node whose value the rewritten experts take over.
         x: ``[N, H]``. choice, weight: ``[..., K]`` with N rows in all.
         gate_up, down, gate_up_bias, down_bias: parameters, stacked by expert.
+        up: that of up where ``gate_up`` is the gate's alone.
         activation, interleaved, transposed, limit, alpha: as in :func:`spec_compile.kernels.library.moe_experts`.
         experts, top_k, hidden, inner: sizes E, K, H, I.
         region: nodes that go away. views: views of operands, which go if nobody else reads them.
@@ -64,6 +66,14 @@ class ExpertsMatch:
     views: tuple[Node, ...] = ()
     casts: tuple[Node, ...] = ()
     layer: str | None = None
+    up: Node | None = None
+
+    @property
+    def parameters(self) -> dict[str, Node]:
+        """Weights and biases by the names that reasons give them."""
+        first = {"gate_up": self.gate_up} if self.up is None else {"gate": self.gate_up, "up": self.up}
+        named = {**first, "down": self.down, "gate_up_bias": self.gate_up_bias, "down_bias": self.down_bias}
+        return {name: node for name, node in named.items() if node is not None}
 
 
 def find_experts(graph: Graph) -> tuple[list[Node | Product], dict[Node, Product]]:
@@ -113,7 +123,7 @@ def _marked(call: Any) -> ExpertsMatch:
     return ExpertsMatch(
         call, "marker", call, x, choice, weight, gate_up, down, gate_up_bias, down_bias, activation, interleaved,
         transposed, limit, alpha, sizes[0], shape(choice)[1], hidden, inner,
-        layer=layer_name(call),
+        layer=layer_name(call), up=argument(call, "up"),
     )  # fmt: skip
 
 
@@ -137,19 +147,25 @@ class _Walk:
         output, weight, down_bias = self._to_output()
         gate = match_gate(down.rows)
         self.pairs.take(*gate.inner)
-        up, gate_up_bias = self._first_product(gate)
-        x, choice = self._input(up), self.pairs.choice()
-        gate_up, experts, inner = self._sizes(up)
-        if not same(shape(gate.source)[-1], 2 * inner):
+        first, gate_up_bias = self._first_product(gate.source)
+        up = None if gate.up is None else self._up_product(gate.up, first, gate_up_bias)
+        x, choice = self._input(first), self.pairs.choice()
+        if up is not None and self._input(up) is not x:
+            raise Refusal(up.call, "the products of gate and up have different inputs")
+        experts, inner = self._sizes(first, up)
+        if up is None and not same(shape(gate.source)[-1], 2 * inner):
             raise Refusal(gate.source, f"gate and up are halves of {shape(gate.source)[-1]} values, expected {2 * inner}")
+        if up is not None and not same(shape(gate.source)[-1], inner):
+            raise Refusal(gate.source, f"gate and up are {shape(gate.source)[-1]} values each, expected {inner}")
         if gate_up_bias is not None and shape(gate_up_bias) != (experts, 2 * inner):
             raise Refusal(gate_up_bias, "the first bias is not [E, 2I]")
         if down_bias is not None and shape(down_bias) != (experts, self.hidden):
             raise Refusal(down_bias, "the second bias is not [E, H]")
         return ExpertsMatch(
-            down.call, down.form, output, x, choice, weight, gate_up, down.weight, gate_up_bias, down_bias, gate.activation,
+            down.call, down.form, output, x, choice, weight, first.weight, down.weight, gate_up_bias, down_bias, gate.activation,
             gate.interleaved, down.transposed, gate.limit, gate.alpha, experts, self.pairs.top_k, self.hidden, inner,
             with_assertions(self.pairs.region), tuple(self.pairs.views), self._casts(), layer_name(down.call),
+            None if up is None else up.weight,
         )  # fmt: skip
 
     def _casts(self) -> tuple[Node, ...]:
@@ -269,9 +285,9 @@ class _Walk:
             return users[0]
         raise Refusal(node, f"the sum over experts stays in {found.dtype}, the experts compute in {wanted.dtype}")
 
-    def _first_product(self, gate: Gate) -> tuple[Product, Node | None]:
-        """The product whose halves are gate and up, and its bias."""
-        node: Any = gate.source
+    def _first_product(self, source: Node) -> tuple[Product, Node | None]:
+        """The product that gate and up are halves of, or that one of them is, and its bias."""
+        node: Any = source
         bias: Node | None = None
         while node not in self.products:
             if is_call(node, aten.masked_fill):
@@ -286,32 +302,44 @@ class _Walk:
                 continue
             else:
                 name = str(packet(node) or node.op).rsplit(".", 1)[-1]
-                raise Refusal(node, f"gate and up are not the halves of a product over expert weights but come from {name}")
+                raise Refusal(node, f"gate and up are not products over expert weights, nor halves of one, but come from {name}")
             node = node.args[0]
-        up = self.products[node]
-        _check_plain(up.call)
-        if up.form != self.down.form:
-            raise Refusal(up.call, f"the first product is {up.form}, the down product {self.down.form}")
-        if self.pairs.perm is not None and up.key is not self.down.key:
-            raise Refusal(up.call, "the two products have different offsets")
-        if self.pairs.perm is None and not self.pairs.are_ids(up.key):
-            raise Refusal(up.call, "the two products pick experts by different ids")
-        self.pairs.take(up.call, *up.inner)
-        for view in up.views:
+        first = self.products[node]
+        _check_plain(first.call)
+        if first.form != self.down.form:
+            raise Refusal(first.call, f"the first product is {first.form}, the down product {self.down.form}")
+        if self.pairs.perm is not None and first.key is not self.down.key:
+            raise Refusal(first.call, "products of one expert have different offsets")
+        if self.pairs.perm is None and not self.pairs.are_ids(first.key):
+            raise Refusal(first.call, "products of one expert pick experts by different ids")
+        self.pairs.take(first.call, *first.inner)
+        for view in first.views:
             self.pairs.view(view)
-        return up, bias
+        return first, bias
 
-    def _input(self, up: Product) -> Node:
-        """x ``[N, H]`` behind the rows of the first product."""
-        node: Any = up.rows
+    def _up_product(self, source: Node, gate: Product, gate_bias: Node | None) -> Product:
+        """The product that is up where the gate is another one."""
+        up, up_bias = self._first_product(source)
+        if up.call is gate.call:
+            raise Refusal(up.call, "gate and up are one product")
+        if gate_bias is not None or up_bias is not None:
+            raise Refusal(
+                up.call, "gate and up are two products with biases: stack their weights as one parameter [E, 2I, H] and biases "
+                "as [E, 2I], gate rows first",
+            )  # fmt: skip
+        return up
+
+    def _input(self, first: Product) -> Node:
+        """x ``[N, H]`` behind the rows of a first product."""
+        node: Any = first.rows
         while is_call(node, *CASTS) or is_call(node, aten.masked_fill):
             if is_call(node, aten.masked_fill):
                 self.pairs.mask_nothing(node)
             self.pairs.take(node)
             node = node.args[0]
-        if up.form == "grouped_mm":
+        if first.form == "grouped_mm":
             found = self.pairs.gathered_rows(node)
-        elif up.form == "batched_mm":
+        elif first.form == "batched_mm":
             found = self.pairs.repeated_rows(node)
         else:
             found = node
@@ -319,17 +347,19 @@ class _Walk:
             raise Refusal(found, f"the experts' input is {list(shape(found))}, expected [{self.pairs.rows}, H]")
         return found
 
-    def _sizes(self, up: Product) -> tuple[Node, int, int]:
-        """``gate_up, E, I`` with every size checked."""
-        first, second = shape(up.weight), shape(self.down.weight)
-        if up.transposed != self.down.transposed:
-            raise Refusal(up.call, "one of the expert weights is transposed, the other is not")
-        experts = second[0]
-        hidden, inner = second[1:] if not self.down.transposed else second[:0:-1]
-        wanted = (experts, hidden, 2 * inner) if up.transposed else (experts, 2 * inner, hidden)
-        if not all(isinstance(size, int) for size in (*first, *second)) or first != wanted or hidden != self.hidden:
-            raise Refusal(up.call, f"expert weights {list(first)} and {list(second)} do not fit each other")
-        return up.weight, experts, inner
+    def _sizes(self, gate: Product, up: Product | None) -> tuple[int, int]:
+        """``E, I`` with every size checked."""
+        down = shape(self.down.weight)
+        experts = down[0]
+        hidden, inner = down[1:] if not self.down.transposed else down[:0:-1]
+        for first in (gate,) if up is None else (gate, up):
+            if first.transposed != self.down.transposed:
+                raise Refusal(first.call, "one of the expert weights is transposed, another is not")
+            sizes, wide = shape(first.weight), 2 * inner if up is None else inner
+            wanted = (experts, hidden, wide) if first.transposed else (experts, wide, hidden)
+            if not all(isinstance(size, int) for size in (*sizes, *down)) or sizes != wanted or hidden != self.hidden:
+                raise Refusal(first.call, f"expert weights {list(sizes)} and {list(down)} do not fit each other")
+        return experts, inner
 
 
 def _check_plain(product: Node) -> None:
@@ -345,11 +375,9 @@ def _holds(dtype: torch.dtype, held: torch.Tensor | None) -> bool:
 def _check_operands(match: ExpertsMatch) -> None:
     x, out, weight = tensor(match.x), tensor(match.output), tensor(match.weight)
     assert x is not None and out is not None and weight is not None
-    for name in ("gate_up", "down", "gate_up_bias", "down_bias"):
-        node = getattr(match, name)
+    for name, node in match.parameters.items():
         held = tensor(node)
-        if held is None:
-            continue
+        assert held is not None
         if node.op not in INPUTS and match.form != "marker":
             raise Refusal(node, f"the experts' {name} is computed in this graph ({packet(node)}), not read from a parameter")
         if held.dtype != x.dtype:
@@ -378,18 +406,18 @@ def _check_operands(match: ExpertsMatch) -> None:
 def _check_devices(match: ExpertsMatch) -> None:
     x = tensor(match.x)
     assert x is not None
-    for name in ("choice", "weight", "gate_up", "down", "gate_up_bias", "down_bias", "output"):
-        held = tensor(getattr(match, name))
+    named = {"choice": match.choice, "weight": match.weight, **match.parameters, "output": match.output}
+    for name, node in named.items():
+        held = tensor(node)
         if held is not None and held.device != x.device:
-            raise Refusal(getattr(match, name), f"the experts' {name} is on {held.device}, their input on {x.device}")
+            raise Refusal(node, f"the experts' {name} is on {held.device}, their input on {x.device}")
 
 
 def _why_not_replaceable(match: ExpertsMatch, writes: dict[Node, list[Node]]) -> Rejection | None:
     if match.form == "marker":
         return None
     region = set(match.region)
-    operands = [match.x, match.choice, match.weight, match.gate_up, match.down, match.gate_up_bias, match.down_bias]
-    given = [node for node in operands if node is not None]
+    given = [match.x, match.choice, match.weight, *match.parameters.values()]
     if region & set(given):
         return Rejection("an operand of the experts is one of their own values", match.anchor.name)
     problem = why_open(region, {match.output})

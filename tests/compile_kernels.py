@@ -35,13 +35,15 @@ from spec_compile.kernels import (
 TARGET = GPUTarget("cuda", 90, 32)
 # What a program of an H200 may use.
 SHARED = 232_448
+LONGS = ("w_half",)
 FLOATS = ("scale", "softcap", "limit", "alpha", "epsilon", "beta", "ratio")
 
 
 def build(
     label: str, kernel: Any, pointers: dict[str, str], constants: dict[str, Any], aligned: Iterable[str] = (), **options: Any
 ) -> Any:
-    """Arguments that are neither pointers nor constants are floats (``FLOATS``) or integers, ``aligned`` ones divisible by 16."""
+    """Arguments that are neither pointers nor constants are floats (``FLOATS``) or integers (``LONGS`` of 64 bits), ``aligned``
+    ones divisible by 16."""
     signature: dict[str, str] = {}
     values: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], Any] = {}
@@ -53,7 +55,7 @@ def build(
             signature[name] = "*" + pointers[name]
             attributes[(position,)] = [["tt.divisibility", 16]]
         else:
-            signature[name] = "fp32" if name in FLOATS else "i32"
+            signature[name] = "fp32" if name in FLOATS else "i64" if name in LONGS else "i32"
             if name in aligned:
                 attributes[(position,)] = [["tt.divisibility", 16]]
     unknown = (set(constants) | set(pointers) | set(aligned)) - set(kernel.arg_names)
@@ -225,12 +227,14 @@ def masses() -> None:
 def experts() -> None:
     """The table's choices for models in use: weights copied 16 bytes at a time, and 64 of their rows a matrix instruction."""
     hopper = tiling.Device(90, 132, 227 << 10)
-    strides = ("x_n", "w_e", "w_n", "b_e", "hidden", "inner")
-    for kind, rows, count, k, hidden, inner, activation, mixed, index in (
-        ("bf16", 8, 128, 8, 2048, 768, "silu", False, "i64"), ("bf16", 64, 128, 8, 2048, 768, "silu", False, "i64"),
-        ("bf16", 8, 8, 2, 4096, 14336, "silu", False, "i64"), ("bf16", 1, 8, 2, 4096, 14336, "silu", False, "i32"),
-        ("bf16", 64, 8, 2, 4096, 14336, "gelu_tanh", False, "i64"), ("bf16", 9, 32, 4, 2880, 2880, "swiglu_oai", True, "i64"),
-        ("fp16", 33, 60, 4, 1000, 500, "gelu", False, "i64"), ("fp32", 5, 8, 2, 4096, 1024, "relu", False, "i64"),
+    strides = ("x_n", "w_e", "w_n", "w_half", "b_e", "hidden", "inner")
+    for kind, rows, count, k, hidden, inner, activation, swapped, mixed, index in (
+        ("bf16", 8, 128, 8, 2048, 768, "silu", False, False, "i64"), ("bf16", 64, 128, 8, 2048, 768, "silu", False, False, "i64"),
+        ("bf16", 8, 8, 2, 4096, 14336, "silu", False, False, "i64"), ("bf16", 1, 8, 2, 4096, 14336, "silu", False, False, "i32"),
+        ("bf16", 64, 8, 2, 4096, 14336, "gelu_tanh", False, False, "i64"),
+        ("bf16", 8, 8, 2, 4096, 14336, "silu", True, False, "i64"),
+        ("bf16", 9, 32, 4, 2880, 2880, "swiglu_oai", True, True, "i64"),
+        ("fp16", 33, 60, 4, 1000, 500, "gelu", False, False, "i64"), ("fp32", 5, 8, 2, 4096, 1024, "relu", False, False, "i64"),
     ):  # fmt: skip
         size = 4 if kind == "fp32" else 2
         chosen = moe_tiling._choose(hopper, size, rows, count, k, hidden, inner)
@@ -238,7 +242,7 @@ def experts() -> None:
         listed = max(64, triton.next_power_of_2(pairs))
         common = {
             "EXPERTS": count, "PAIRS": listed, "CHUNK": min(listed, 4096 // chosen.rows), "BY_PAIR": pairs < count,
-            "M": chosen.rows, "TRANSPOSED": mixed, "HAS_BIAS": mixed, "PRECISION": "ieee" if size == 4 else None, "PDL": True,
+            "M": chosen.rows, "TRANSPOSED": swapped, "HAS_BIAS": mixed, "PRECISION": "ieee" if size == 4 else None, "PDL": True,
         }  # fmt: skip
         first = {"K": k, "ACTIVATION": activation, "INTERLEAVED": mixed}
         second = {"SPLITS": chosen.splits}
@@ -252,7 +256,7 @@ def experts() -> None:
             }  # fmt: skip
             types = {"X": kind, "INNER": kind, "CHOICE": index, "W": kind, "BIAS": kind, "PARTS": "fp32"}
             pointers = {name: types[name] for name in kernel.arg_names if name in types}
-            found = build(f"experts {name} {kind} {rows} x {k} of {count}", kernel, pointers, constants,
+            found = build(f"experts {name} {kind} {rows} x {k} of {count}{' transposed' * swapped}", kernel, pointers, constants,
                           [name for name in strides if name in kernel.arg_names], num_warps=product.warps,
                           num_stages=product.stages)  # fmt: skip
             assert found.metadata.shared <= moe_tiling.shared_bytes(product, chosen.rows, size) + tiling.RESERVE

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from spec_compile.kernels import library
 from spec_compile.kernels.moe import (
     ACTIVATIONS,
+    _whole_apart,
     moe_experts_reference,
     moe_route_reference,
     why_no_experts_kernel,
@@ -39,6 +41,7 @@ class Spec:
     dtype: torch.dtype = torch.float32
     ids: torch.dtype = torch.int64
     weights: torch.dtype = torch.float32
+    split: bool = False  # gate and up in two tensors
 
     def __str__(self) -> str:
         plain = Spec()
@@ -56,10 +59,15 @@ class Call:
     gate_up_bias: Tensor | None
     down_bias: Tensor | None
     rest: tuple[Any, ...] = field(default=())
+    up: Tensor | None = None
 
     @property
     def tensors(self) -> list[Tensor | None]:
         return [self.x, self.choice, self.weight, self.gate_up, self.down, self.gate_up_bias, self.down_bias]
+
+    @property
+    def arguments(self) -> list[Any]:
+        return [*self.tensors, *self.rest, *(() if self.up is None else (self.up,))]
 
 
 def laid_out(x: Tensor, layout: str) -> Tensor:
@@ -78,16 +86,19 @@ def make(spec: Spec, seed: int = 0) -> Call:
 
     gate_up = rand(spec.experts, 2 * spec.inner, spec.hidden, scale=spec.hidden**-0.5)
     down = rand(spec.experts, spec.hidden, spec.inner, scale=spec.inner**-0.5)
+    firsts = gate_up.split(spec.inner, 1) if spec.split else (gate_up,)
     if spec.transposed:
-        gate_up, down = (w.transpose(1, 2).contiguous() for w in (gate_up, down))
+        firsts, down = [w.transpose(1, 2) for w in firsts], down.transpose(1, 2).contiguous()
+    gate_up, *others = (laid_out(w.contiguous(), spec.layout) for w in firsts)
     choice = torch.stack([torch.randperm(spec.experts, generator=generator)[: spec.k] for _ in range(spec.rows)])
     weight = torch.rand(spec.rows, spec.k, generator=generator)
-    bias = (rand(spec.experts, 2 * spec.inner), rand(spec.experts, spec.hidden)) if spec.bias else (None, None)
+    bias = [rand(spec.experts, 2 * spec.inner), rand(spec.experts, spec.hidden)] if spec.bias else [None, None]
+    bias[0] = None if spec.split else bias[0]
     limits = (0.7, 1.702) if spec.activation == "swiglu_oai" else (0.0, 0.0)
     return Call(
         rand(spec.rows, spec.hidden), choice.to(spec.ids), weight.to(spec.weights),
-        laid_out(gate_up, spec.layout), laid_out(down, spec.layout), *bias,
-        (spec.activation, spec.interleaved, spec.transposed, *limits),
+        gate_up, laid_out(down, spec.layout), *bias,
+        (spec.activation, spec.interleaved, spec.transposed, *limits), *others,
     )  # fmt: skip
 
 
@@ -110,10 +121,9 @@ def expected(c: Call) -> Tensor:
         e = int(c.choice[n, k])
         if not 0 <= e < c.gate_up.shape[0]:
             continue
-        gate_up, down = c.gate_up[e].double(), c.down[e].double()
-        if transposed:
-            gate_up, down = gate_up.T, down.T
-        h = gate_up @ c.x[n].double()
+        firsts = [w[e].double().T if transposed else w[e].double() for w in (c.gate_up, c.up) if w is not None]
+        down = c.down[e].double().T if transposed else c.down[e].double()
+        h = torch.cat([w @ c.x[n].double() for w in firsts])
         if c.gate_up_bias is not None:
             h = h + c.gate_up_bias[e].double()
         gate, up = (h[0::2], h[1::2]) if interleaved else (h[:inner], h[inner:])
@@ -144,8 +154,7 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 4e-6, torch.float16: 4e-3, tor
 def run(c: Call, name: str, **options: Any) -> Tensor:
     """On the CUDA device if there is one, but for the reference; the result comes back."""
     device = "cuda" if CUDA and name != "reference" else "cpu"
-    tensors = [x if x is None else on(x, device) for x in c.tensors]
-    return IMPLEMENTATIONS[name](*tensors, *c.rest, **options).cpu()
+    return IMPLEMENTATIONS[name](*(on(x, device) if isinstance(x, Tensor) else x for x in c.arguments), **options).cpu()
 
 
 def on(x: Tensor, device: str) -> Tensor:
@@ -196,6 +205,14 @@ SPECS = [
     Spec(dtype=torch.float64, bias=True),
     Spec(dtype=torch.float16),
     Spec(dtype=torch.bfloat16, weights=torch.bfloat16),
+    Spec(split=True),
+    Spec(split=True, rows=1, k=1, dtype=torch.float16),
+    Spec(split=True, rows=17, hidden=130, inner=33, dtype=torch.float16),
+    Spec(split=True, transposed=True, bias=True, rows=9, inner=33),
+    Spec(split=True, layout="sliced", activation="gelu", rows=8, experts=60, k=4),
+    Spec(split=True, layout="sliced", activation="swiglu_oai", transposed=True),
+    Spec(split=True, dtype=torch.float64),
+    Spec(split=True, dtype=torch.bfloat16),
 ]
 
 
@@ -221,15 +238,34 @@ def test_entries_that_name_no_expert_add_nothing(name: str, ids: torch.dtype) ->
 
 
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
-def test_experts_without_rows_are_not_read(name: str) -> None:
-    c = make(Spec(rows=3, experts=8, bias=True))
+@pytest.mark.parametrize("split", [False, True])
+def test_experts_without_rows_are_not_read(name: str, split: bool) -> None:
+    c = make(Spec(rows=3, experts=8, bias=True, split=split))
     c.choice[:] = torch.tensor([[5, 1], [1, 7], [7, 5]])
     wanted = check(c, name)
     for e in (0, 2, 3, 4, 6):
-        for tensor in (c.gate_up, c.down, c.gate_up_bias, c.down_bias):
-            assert tensor is not None
-            tensor[e] = torch.nan
+        for tensor in (c.gate_up, c.down, c.gate_up_bias, c.down_bias, c.up):
+            if tensor is not None:
+                tensor[e] = torch.nan
     assert torch.equal(check(c, name), wanted)
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_gate_and_up_may_lie_anywhere(name: str, transposed: bool) -> None:
+    """Up behind the gate or in front of it, at distances of any alignment, between values that are no weights; or one tensor."""
+    c = make(Spec(split=True, transposed=transposed, rows=4, inner=40))
+    wanted = check(c, name)
+    gate, up, numel = c.gate_up, c.up, c.gate_up.numel()
+    assert up is not None
+    for gate_at, up_at in ((0, numel + 16), (numel + 3, 0), (5, numel + 6)):
+        held = gate.new_full((2 * numel + 64,), torch.nan)
+        parts = []
+        for weight, at in ((gate, gate_at), (up, up_at)):
+            parts.append(held[at : at + numel].view(gate.shape))
+            parts[-1].copy_(weight)
+        torch.testing.assert_close(check(replace(c, gate_up=parts[0], up=parts[1]), name), wanted, rtol=1e-6, atol=1e-6)
+    check(replace(c, up=gate), name)
 
 
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
@@ -261,12 +297,15 @@ def test_no_rows(name: str) -> None:
 
 @pytest.mark.parametrize(
     "spec",
-    [Spec(), Spec(bias=True, activation="swiglu_oai", interleaved=True, transposed=True, ids=torch.int32, dtype=torch.float16)],
+    [
+        Spec(),
+        Spec(bias=True, activation="swiglu_oai", interleaved=True, transposed=True, ids=torch.int32, dtype=torch.float16),
+        Spec(split=True),
+    ],
     ids=str,
 )
 def test_opcheck_of_experts(spec: Spec) -> None:
-    c = make(spec)
-    torch.library.opcheck(library.moe_experts, (*c.tensors, *c.rest))
+    torch.library.opcheck(library.moe_experts, tuple(make(spec).arguments))
 
 
 @pytest.mark.parametrize(
@@ -280,6 +319,8 @@ def test_opcheck_of_experts(spec: Spec) -> None:
         ({"x": torch.zeros(5, 24, dtype=torch.float16)}, "dtypes differ"),
         ({"down_bias": torch.zeros(6, 20)}, "biases must be"),
         ({"x": torch.zeros(4, 24)}, "a row for each"),
+        ({"up": torch.zeros(6, 20, 24)}, r"up must be \(6, 40, 24\) in torch.float32"),
+        ({"up": torch.zeros(6, 40, 24)}, r"gate_up must be \(6, 20, 24\)"),
     ],
 )
 def test_operands_are_checked(change: dict[str, Any], message: str) -> None:
@@ -289,7 +330,24 @@ def test_operands_are_checked(change: dict[str, Any], message: str) -> None:
     else:
         c = replace(c, **change)
     with pytest.raises((RuntimeError, ValueError), match=message):
-        torch.compile(lambda *args: library.moe_experts(*args), backend="aot_eager", fullgraph=True)(*c.tensors, *c.rest)
+        torch.compile(lambda *args: library.moe_experts(*args), backend="aot_eager", fullgraph=True)(*c.arguments)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"up": torch.zeros(6, 20, 24, dtype=torch.float64)}, "got .* in torch.float64"),
+        ({"up": torch.zeros(6, 20, 24, device="meta")}, "on meta"),
+        ({"up": torch.zeros(6, 24, 20)}, "up must be"),
+        ({"gate_up_bias": torch.zeros(6, 20)}, "no gate_up_bias"),
+        ({"rest": ("silu", True, False, 0.0, 0.0)}, "not interleaved"),
+    ],
+)
+def test_two_stacks_are_checked_without_compilation_too(change: dict[str, Any], message: str) -> None:
+    """The kernel reaches one through the other."""
+    c = replace(make(Spec(split=True)), **change)
+    with pytest.raises((RuntimeError, ValueError), match=message):
+        library.moe_experts(*c.arguments)
 
 
 @dataclass(frozen=True)
@@ -515,6 +573,17 @@ def test_reasons_against_the_kernels() -> None:
     assert "not contiguous" in str(why_no_experts_kernel(c.x, c.choice, strided, c.down))
     assert "dtypes" in str(why_no_experts_kernel(c.x.half(), c.choice, c.gate_up, c.down))
     assert "operands on" in str(why_no_experts_kernel(c.x.to("meta"), c.choice, c.gate_up, c.down))
+    c = make(Spec(split=True))
+    assert c.up is not None
+    assert why_no_experts_kernel(c.x, c.choice, c.gate_up, c.down, up=c.up) == "device cpu"
+    sliced = laid_out(c.up, "sliced")
+    assert "different strides" in str(why_no_experts_kernel(c.x, c.choice, c.gate_up, c.down, up=sliced))
+    assert "operands on" in str(why_no_experts_kernel(c.x, c.choice, c.gate_up, c.down, up=c.up.to("meta")))
+    with FakeTensorMode() as mode:
+        fake = [mode.from_tensor(t) for t in (c.x, c.choice, c.gate_up, c.down, c.up)]
+        assert why_no_experts_kernel(*fake[:4], up=fake[4]) == "device cpu"
+    odd = torch.frombuffer(bytearray(c.up.numel() * 4 + 1), dtype=torch.float32, offset=1)
+    assert _whole_apart(c.gate_up, c.up) and not _whole_apart(c.gate_up, odd)
     assert "33 of" in str(why_no_route_kernel(torch.zeros(2, 64), 33))
 
 
@@ -524,9 +593,9 @@ gpu = [pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="needs a CUDA device
 def on_gpu(spec: Spec) -> tuple[list[Any], Tensor]:
     """Operands on the device, and the result in float64."""
     c = make(spec)
-    tensors = [x if x is None else on(x, "cuda") for x in c.tensors]
-    wide = [x if x is None or not x.is_floating_point() else x.double() for x in tensors]
-    return [*tensors, *c.rest], moe_experts_reference(*wide, *c.rest)
+    arguments = [on(x, "cuda") if isinstance(x, Tensor) else x for x in c.arguments]
+    wide = [x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in arguments]
+    return arguments, moe_experts_reference(*wide)
 
 
 class TestOnGpu:
@@ -553,6 +622,37 @@ class TestOnGpu:
         spec = Spec(rows, 16, 4, 320, 200, "swiglu_oai", interleaved, transposed, True, layout, torch.bfloat16, torch.int32)
         arguments, wanted = on_gpu(spec)
         found = library.moe_experts(*arguments)
+        assert float((found.double() - wanted).norm() / wanted.norm()) < 4e-3
+
+    @pytest.mark.parametrize("rows", [1, 9, 64])
+    @pytest.mark.parametrize("layout", ["plain", "sliced"])
+    @pytest.mark.parametrize("transposed", [False, True])
+    def test_two_stacks_give_the_bits_of_one(self, transposed: bool, layout: str, rows: int) -> None:
+        """The kernel is the same; only where the rows of up lie differs."""
+        spec = Spec(rows, 16, 4, 320, 200, transposed=transposed, layout=layout, dtype=torch.bfloat16, split=True)
+        arguments, wanted = on_gpu(spec)
+        assert why_no_experts_kernel(*(arguments[i] for i in (0, 1, 3, 4)), up=arguments[-1]) is None
+        found = library.moe_experts(*arguments)
+        assert float((found.double() - wanted).norm() / wanted.norm()) < 4e-3
+        fused = torch.cat([arguments[3], arguments[-1]], 2 if transposed else 1)
+        assert torch.equal(found, library.moe_experts(*arguments[:3], fused, *arguments[4:-1]))
+
+    @pytest.mark.parametrize("shift", [0, 1, 8])
+    def test_stacks_far_apart_on_either_side(self, shift: int) -> None:
+        """More than 2^31 elements from the gate back to up, at distances of any alignment; nothing in between is read."""
+        experts, hidden, inner = 65, 8192, 4096
+        numel = experts * hidden * inner
+        held = torch.full((2 * numel + shift,), torch.nan, device="cuda", dtype=torch.bfloat16)
+        up, gate = held[:numel].view(experts, inner, hidden), held[numel + shift :].view(experts, inner, hidden)
+        down = torch.empty(experts, hidden, inner, device="cuda", dtype=torch.bfloat16)
+        for part in (gate[3], up[3], down[3]):
+            part.normal_(0, part.shape[1] ** -0.5)
+        x = torch.randn(2, hidden, device="cuda", dtype=torch.bfloat16)
+        choice = torch.full((2, 1), 3, device="cuda")
+        weight = torch.ones(2, 1, device="cuda")
+        found = library.moe_experts(x, choice, weight, gate, down, None, None, "silu", False, False, up=up)
+        h = torch.nn.functional.silu(x.double() @ gate[3].double().T) * (x.double() @ up[3].double().T)
+        wanted = h @ down[3].double().T
         assert float((found.double() - wanted).norm() / wanted.norm()) < 4e-3
 
     def test_all_rows_with_one_expert_and_none(self) -> None:

@@ -13,6 +13,7 @@ from harness import cloned, compare, trace
 from torch import Tensor
 
 from spec_compile.kernels import moe
+from spec_compile.kernels.library import moe_experts
 from spec_compile.passes import detect_moe
 from spec_compile.passes.base import PassContext, Rejection
 from spec_compile.passes.canonicalize import Canonicalize
@@ -582,24 +583,6 @@ def test_a_top_k_over_more_columns_than_experts() -> None:
     check_refused(fn, inputs, "not over a last axis of at most 4 experts")
 
 
-def test_separate_weights_of_gate_and_up() -> None:
-    """gpt-fast keeps two stacks."""
-
-    def fn(x: Tensor, logits: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Any:
-        choice, weight = route_mixtral(logits)
-        x1 = F.silu(torch.einsum("ti,taoi -> tao", x, w1[choice]))
-        x3 = torch.einsum("ti, taoi -> tao", x, w3[choice])
-        return torch.einsum("tai,ta -> ti", torch.einsum("tao, taio -> tai", x1 * x3, w2[choice]), weight)
-
-    w = make_weights()
-    first, third = w.gate_up.chunk(2, 1)
-    _, inputs = layer()
-    check_refused(
-        fn, [*inputs[:2], first.contiguous(), w.down, third.contiguous()],
-        "gate and up are two products: stack their weights as one parameter [E, 2I, H]",
-    )  # fmt: skip
-
-
 def test_dense_experts_with_weights_on_the_input() -> None:
     """Llama 4: every expert on every row, scaled before a nonlinear function."""
 
@@ -1054,6 +1037,299 @@ def test_layers_of_one_choice_without_a_sum_are_two_layers() -> None:
     first, second = outcome.reasons
     assert "must have one reader each" in first
     assert second.startswith("no sum over the chosen experts")
+
+
+# Gate and up over stacks of their own
+
+
+@dataclass(frozen=True)
+class Apart:
+    """The pieces of a layer of three stacks that a test may replace."""
+
+    gate: Callable[[Tensor, Tensor], Tensor] = lambda gate, up: F.silu(gate) * up
+    up: Callable[[Tensor], Tensor] = lambda value: value
+    up_x: Callable[[Tensor], Tensor] = lambda x: x
+    up_choice: Callable[[Tensor], Tensor] | None = None
+    transposed: bool = False
+
+
+Given = tuple[Tensor, Tensor, Tensor]
+
+
+def gathered_apart(x: Tensor, choice: Tensor, weight: Tensor, w: Given, p: Apart) -> Tensor:
+    """gpt-fast's mixture."""
+    first, last = ("ti,taio->tao", "tao,taoi->tai") if p.transposed else ("ti,taoi -> tao", "tao, taio -> tai")
+    gate = torch.einsum(first, x, w[0][choice])
+    up = p.up(torch.einsum(first, p.up_x(x), w[2][p.up_choice(choice) if p.up_choice else choice]))
+    return torch.einsum("tai,ta -> ti", torch.einsum(last, p.gate(gate, up), w[1][choice]), weight)
+
+
+def batched_apart(x: Tensor, choice: Tensor, weight: Tensor, w: Given, p: Apart) -> Tensor:
+    def product(rows: Tensor, stack: Tensor, choice: Tensor) -> Tensor:
+        picked = stack[choice.reshape(-1)]
+        if p.transposed:
+            return torch.bmm(rows.unsqueeze(1), picked).squeeze(1)
+        return torch.bmm(picked, rows.unsqueeze(-1)).squeeze(-1)
+
+    gate = product(x.repeat_interleave(K, 0), w[0], choice)
+    up = p.up(product(p.up_x(x).repeat_interleave(K, 0), w[2], p.up_choice(choice) if p.up_choice else choice))
+    return (product(p.gate(gate, up), w[1], choice) * weight.reshape(-1, 1)).view(-1, K, H).sum(1)
+
+
+def grouped_apart(x: Tensor, choice: Tensor, weight: Tensor, w: Given, p: Apart) -> Tensor:
+    def ordered(choice: Tensor) -> tuple[Tensor, Tensor]:
+        ids, perm = torch.sort(choice.reshape(-1))
+        return torch.cumsum(torch.histc(ids.float(), bins=E, min=0, max=E - 1), dim=0, dtype=torch.int32), perm
+
+    def product(rows: Tensor, stack: Tensor, offs: Tensor) -> Tensor:
+        return torch.ops.transformers.grouped_mm_fallback(rows, stack if p.transposed else stack.transpose(-2, -1), offs)
+
+    offs, perm = ordered(choice)
+    up_offs = ordered(p.up_choice(choice))[0] if p.up_choice else offs
+    value = p.gate(product(x[perm // K], w[0], offs), p.up(product(p.up_x(x)[perm // K], w[2], up_offs)))
+    value = product(value, w[1], offs) * weight.reshape(-1)[perm].unsqueeze(-1)
+    return value[perm.argsort()].view(-1, K, H).sum(1)
+
+
+APART = {"batched_mm": batched_apart, "grouped_mm": grouped_apart, "gather": gathered_apart}
+
+
+def apart(form: str, parts: Apart | None = None, **shape: Any) -> tuple[Callable[..., Any], list[Tensor]]:
+    """A program of ``(x, logits, w1, w2, w3)``, gate, down and up, and its inputs."""
+    parts = parts or Apart()
+    w = make_weights(transposed=parts.transposed, **shape)
+    gate, up = (half.contiguous() for half in w.gate_up.chunk(2, 2 if parts.transposed else 1))
+
+    def fn(x: Tensor, logits: Tensor, *given: Tensor) -> Any:
+        assert len(given) == 3
+        return APART[form](x, *route_mixtral(logits), given, parts)
+
+    return fn, [*layer(**shape)[1][:2], gate, w.down, up]
+
+
+@pytest.mark.parametrize("form", APART)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_gate_and_up_of_two_stacks(form: str, transposed: bool) -> None:
+    outcome = run(*apart(form, Apart(transposed=transposed)))
+    assert (outcome.hits, outcome.count(EXPERTS), outcome.count(ROUTE)) == (1, 1, 1), outcome.reasons
+    found = outcome.found.experts
+    assert (found.form, found.experts, found.top_k, found.hidden, found.inner) == (form, E, K, H, INNER)
+    assert (found.transposed, found.interleaved, found.activation) == (transposed, False, "silu")
+    inputs = outcome.gm.graph.find_nodes(op="placeholder")
+    assert [found.gate_up, found.down, found.up] == inputs[2:]
+    left = {str(node.target) for node in outcome.gm.graph.nodes if node.op == "call_function"}
+    # No copy of a weight, above all.
+    assert not left & {"aten.cat.default", "aten.bmm.default", "aten.einsum.default", "aten.sort.default", "aten.index.Tensor"}
+
+
+@pytest.mark.parametrize("form", APART)
+def test_the_activation_says_which_stack_is_the_gate(form: str) -> None:
+    for gate in (lambda g, u: g * F.gelu(u), lambda g, u: F.gelu(u) * g):
+        outcome = run(*apart(form, Apart(gate=gate)))
+        inputs, found = outcome.gm.graph.find_nodes(op="placeholder"), outcome.found.experts
+        assert [found.gate_up, found.down, found.up] == [inputs[4], inputs[3], inputs[2]]
+        assert found.activation == "gelu"
+    clamped = Apart(gate=lambda g, u: (u.clamp(-0.7, 0.7) + 1) * scaled_sigmoid(g.clamp(max=0.7)))
+    found = run(*apart(form, clamped)).found.experts
+    assert (found.activation, found.limit, found.alpha) == ("swiglu_oai", 0.7, 1.702)
+
+
+@pytest.mark.parametrize("form", APART)
+def test_rows_of_two_stacks_may_be_few_or_symbolic(form: str) -> None:
+    fn, inputs = apart(form)
+    outcome = run(fn, inputs, dynamic=[(0, 0), (1, 0)])
+    assert outcome.hits == 1, outcome.reasons
+    for rows in (1, 3, 70):
+        x, logits = torch.randn(rows, H), torch.randn(rows, E)
+        compare(fn(x, logits, *inputs[2:]), outcome.gm(x, logits, *inputs[2:]), 1e-5)
+    for rows in (1, K):
+        assert run(fn, [*(x[:rows] for x in inputs[:2]), *inputs[2:]]).hits == 1
+
+
+class GptFast(torch.nn.Module):
+    """What gpt-fast's MOEFeedForward computes, router included, for one block of rows ``[B, T, H]``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        held = make_weights()
+        self.router = torch.nn.Linear(H, E, bias=False)
+        self.w1, self.w3 = (torch.nn.Parameter(half.clone()) for half in held.gate_up.chunk(2, 1))
+        self.w2 = torch.nn.Parameter(held.down)
+
+    def forward(self, block: Tensor) -> Tensor:
+        x = block.view(-1, H)
+        weight, choice = torch.topk(F.softmax(self.router(x), dim=-1), K, dim=-1)
+        weight /= weight.sum(dim=-1, keepdim=True)
+        return gathered_apart(x, choice, weight, (self.w1, self.w2, self.w3), Apart()).view(block.shape)
+
+
+@torch.no_grad()
+def test_the_mixture_of_gpt_fast() -> None:
+    module = GptFast()
+    block = torch.randn(1, N, H)
+    outcome = run(module, [block])
+    assert (outcome.hits, outcome.count(EXPERTS), outcome.count(ROUTE)) == (1, 1, 1), outcome.reasons
+    before = outcome.gm(block)
+    module.w3.mul_(2)
+    compare(module(block), outcome.gm(block), 1e-4)
+    assert (outcome.gm(block) - before).abs().max() > 1e-2
+    program = torch.export.export(outcome.gm, (block,), strict=False)
+    compare(module(block), program.module()(block), 1e-4)
+    ctx = PassContext(lowering="reference")
+    assert detect_moe.DetectMoe().run(outcome.gm, ctx).hits == 0 and ctx.moes == []
+
+
+@torch.no_grad()
+def test_stacks_of_experts_that_nobody_chose_are_not_read() -> None:
+    fn, inputs = apart("gather")
+    inputs[1][:, 0] = -100.0
+    outcome = run(fn, inputs)
+    expected = fn(*inputs)
+    for weight in inputs[2:]:
+        weight[0] = float("nan")
+    compare(expected, outcome.gm(*inputs), 1e-5)
+
+
+def test_a_marker_with_two_stacks() -> None:
+    def fn(x: Tensor, logits: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Any:
+        choice, weight = route_mixtral(logits)
+        return moe_experts(x, choice, weight, w1, w2, None, None, "silu", False, False, up=w3)
+
+    outcome = run(fn, apart("gather")[1])
+    assert (outcome.hits, outcome.count(EXPERTS)) == (1, 1)
+    assert outcome.found.experts.up is outcome.gm.graph.find_nodes(op="placeholder")[4]
+
+
+def other_router(choice: Tensor) -> Tensor:
+    return torch.topk(choice.float() @ torch.ones(K, E) + torch.arange(E), K)[1]
+
+
+APART_MUTANTS: dict[str, tuple[Apart, str]] = {
+    "up of other experts": (Apart(up_choice=lambda c: (c + 1) % E), "products of one expert"),
+    "up of another router": (Apart(up_choice=other_router), "products of one expert"),
+    "up of another input": (Apart(up_x=lambda x: x * 2), "have different inputs"),
+    "something behind up": (Apart(up=torch.tanh), "none of silu, gelu, relu times up"),
+    "up rounded": (Apart(up=lambda v: v.half().float()), "is rounded to torch.float16"),
+    "up as integers": (Apart(up=lambda v: v.int().float()), "is rounded to torch."),
+    "gate alone": (Apart(gate=lambda g, u: F.silu(g) * g), "gate and up are one value"),
+    "both activated": (Apart(gate=lambda g, u: F.silu(g) * F.silu(u)), "none of silu, gelu, relu times up"),
+    "neither activated": (Apart(gate=lambda g, u: g * u), "none of silu, gelu, relu times up"),
+    "gate plus up": (Apart(gate=lambda g, u: F.silu(g) + u), "not in a product of gate and up"),
+    "a constant bias": (Apart(up=lambda v: v + torch.ones(INNER)), "not a bias picked by expert"),
+}
+
+
+@pytest.mark.parametrize("form", APART)
+@pytest.mark.parametrize("name", APART_MUTANTS)
+def test_mutants_of_two_stacks_are_refused(name: str, form: str) -> None:
+    parts, reason = APART_MUTANTS[name]
+    check_refused(*apart(form, parts), reason)
+
+
+def test_parts_of_two_products() -> None:
+    """Half of each, or half of one and the whole of another."""
+    for gate, reason in (
+        (lambda g, u: F.silu(g[..., : INNER // 2]) * u[..., INNER // 2 :], "of one the first, of the other the last"),
+        (lambda g, u: F.silu(g[..., : INNER // 2]) * u, "of one the first, of the other the whole"),
+        (lambda g, u: F.silu(g) * u[..., INNER // 2 :], "of one the whole, of the other the last"),
+    ):
+        fn, inputs = apart("gather", Apart(gate=gate))
+        inputs[3] = inputs[3][..., : INNER // 2].contiguous()
+        if "last" not in reason:
+            inputs[4] = inputs[4][:, : INNER // 2].contiguous()
+        if "first" not in reason:
+            inputs[2] = inputs[2][:, : INNER // 2].contiguous()
+        check_refused(fn, inputs, reason)
+
+
+def test_biases_of_two_stacks() -> None:
+    def fn(x: Tensor, logits: Tensor, *given: Tensor) -> Any:
+        choice, weight = route_mixtral(logits)
+        parts = Apart(up=lambda v: v + given[3][choice.reshape(-1)])
+        return batched_apart(x, choice, weight, given[:3], parts)
+
+    check_refused(fn, [*apart("batched_mm")[1], torch.randn(E, INNER)], "gate and up are two products with biases: stack")
+
+
+def test_two_stacks_of_other_sizes() -> None:
+    fn, inputs = apart("gather")
+    check_refused(fn, [*inputs[:4], inputs[4][:, :1].contiguous()], "gate and up are two values of [5, 2, 8] and [5, 2, 1]")
+    check_refused(fn, [*inputs[:4], torch.randn(E + 1, INNER, H)], "expert weights [5, 8, 24] and [4, 24, 8] do not fit")
+
+
+def test_one_of_two_stacks_transposed() -> None:
+    def fn(x: Tensor, logits: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Any:
+        choice, weight = route_mixtral(logits)
+        up = torch.einsum("ti,taio->tao", x, w3[choice])
+        return gathered_apart(x, choice, weight, (w1, w2, w1), Apart(up=lambda v: up))
+
+    inputs = apart("gather")[1]
+    inputs[4] = inputs[4].transpose(1, 2).contiguous()
+    check_refused(fn, inputs, "one of the expert weights is transposed, another is not")
+
+
+def test_two_stacks_in_different_spellings() -> None:
+    def fn(x: Tensor, logits: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Any:
+        choice, weight = route_mixtral(logits)
+        rows = x.repeat_interleave(K, 0).unsqueeze(-1)
+        up = torch.bmm(w3[choice.reshape(-1)], rows).squeeze(-1).view(-1, K, INNER)
+        return gathered_apart(x, choice, weight, (w1, w2, w1), Apart(up=lambda v: up))
+
+    check_refused(fn, apart("gather")[1], "the first product is batched_mm, the down product gather")
+
+
+@pytest.mark.parametrize("form", APART)
+def test_outside_users_of_two_stacks(form: str) -> None:
+    kept: list[Tensor] = []
+
+    def keep(gate: Tensor, up: Tensor) -> Tensor:
+        kept[:] = [gate, up]
+        return F.silu(gate) * up
+
+    fn, inputs = apart(form, Apart(gate=keep))
+    check_refused(lambda *given: (fn(*given), kept[0] + 1), inputs, "outside the region")
+    check_refused(lambda *given: (fn(*given), kept[1] + 1), inputs, "outside the region")
+
+
+def test_weights_of_two_stacks() -> None:
+    fn, inputs = apart("gather")
+    check_refused(lambda *given: fn(*given[:4], given[4] * 2), inputs, "the experts' up is computed in this graph")
+    check_refused(lambda x, logits, w1, *given: fn(x, logits, w1 * 2, *given), inputs, "the experts' gate is computed")
+    strided = inputs[4].transpose(1, 2).contiguous().transpose(1, 2)
+    check_refused(fn, [*inputs[:4], strided], "the last dimension of the experts' up is not contiguous")
+
+
+@pytest.mark.parametrize("at", [0, 2, 4])
+def test_writes_between_two_products(at: int) -> None:
+    def fn(*given: Tensor) -> Any:
+        def write(value: Tensor) -> Tensor:
+            given[at].mul_(2)
+            return value
+
+        return apart("gather", Apart(up=write))[0](*given)
+
+    check_refused(fn, apart("gather")[1], "writes the operand")
+
+
+@pytest.mark.parametrize("operand", ["gate_up", "up"])
+def test_two_stacks_on_two_devices(operand: str) -> None:
+    gm = trace(*apart("gather"))
+    node = getattr(match_experts(*find_one(gm)), operand)
+    with node.meta["val"].fake_mode:
+        node.meta["val"] = torch.empty_like(node.meta["val"], device="meta")
+    found = match_experts(*find_one(gm))
+    assert isinstance(found, Rejection)
+    assert "is on meta" in found.reason, found
+
+
+def test_two_stacks_that_the_kernel_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(detect_moe, "_on_gpu", lambda x: True)
+    monkeypatch.setattr(moe, "_why_no_kernel", lambda x: None)
+    fn, inputs = apart("gather")
+    assert run(fn, inputs, lowering="auto").hits == 1
+    inputs[4] = torch.stack([inputs[4]] * 2, 1)[:, 1]
+    assert "different strides, (192, 24, 1) and (384, 24, 1)" in run(fn, inputs, lowering="auto").reasons[0]
+    assert run(fn, inputs).hits == 1
 
 
 # Routers

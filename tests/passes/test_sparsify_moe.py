@@ -133,6 +133,21 @@ def test_sparse_and_exact_steps_of_one_graph(router: Router, renormalises: bool,
     assert not torch.equal(run(gm, given, True), run(gm, given, False))
 
 
+def test_experts_of_three_stacks_are_limited_as_those_of_two() -> None:
+    def fn(x: Tensor, gate: Tensor, first: Tensor, down: Tensor, up: Tensor) -> Tensor:
+        choice, weight = mixtral(F.linear(x, gate))
+        return x + library.moe_experts(x, choice, weight, first, down, None, None, "silu", False, False, up=up)
+
+    x, gate, gate_up, down = operands(1)
+    first, up = (half.contiguous() for half in gate_up.chunk(2, 1))
+    plan = MoePlan(top_k=1)
+    gm, report = rewrite(trace(fn, [x, gate, first, down, up]), moe_plan=plan)
+    assert len(calls(gm)) == len(report.limited) == 1
+    given = [x, gate, first, down, up]
+    torch.testing.assert_close(run(gm, given, True), wanted(plan, operands(1), True, mixtral), rtol=0.0, atol=1e-5)
+    assert torch.equal(run(gm, given, False), fn(*given))
+
+
 @pytest.mark.parametrize("router", [mixtral, deepseek])
 def test_routers_that_were_rewritten(router: Router) -> None:
     plan = MoePlan(expert_budget=3, substitute=True)
