@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spec_compile.errors import CacheError
+
 # What a verify may be called with, in the order in which the compiled function gets it.
 _ARGUMENTS = (
     "input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache", "cache_position", "logits_to_keep",
@@ -46,6 +48,18 @@ class CallReader:
                 if parameter.kind is inspect.Parameter.VAR_KEYWORD:
                     given.update(given.pop(name, {}))
         return {name: value for name, value in given.items() if value is not None}
+
+    def check_batch(self, given: dict[str, Any]) -> None:
+        """
+        Raises:
+            CacheError: the cache is a ``VerifyCache`` made for another batch.
+        """
+        ids, cache = given.get("input_ids"), given.get("past_key_values")
+        if isinstance(ids, Tensor) and hasattr(cache, "require_room") and cache.layers[0].keys.shape[0] != ids.shape[0]:
+            raise CacheError(
+                f"the cache was made for batch {cache.layers[0].keys.shape[0]}, the call has {ids.shape[0]} sequences (beams "
+                f"count, too): handle.new_cache(max_len=..., batch={ids.shape[0]})"
+            )
 
     def other_purpose(self, given: dict[str, Any]) -> str:
         """Why the call is no verify, "" if it is one."""

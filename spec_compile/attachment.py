@@ -227,6 +227,7 @@ class AttachHandle:
         if type(given.get("input_ids")) not in (Tensor, type(None)):
             # Traced with fake tensors, by us or by others.
             return own(*args, **kwargs)
+        self._reader.check_batch(given)
         reason = _DISABLED if disabled() else self._reader.other_purpose(given)
         if not reason:
             reason = self._reader.refusal(given)

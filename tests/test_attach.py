@@ -58,7 +58,8 @@ def eager(model: Any, plan: Any = None, **options: Any) -> Any:
 
 @torch.no_grad()
 def filled(model: Any, cache: Any, length: int = 40) -> Any:
-    model(input_ids=prompt(length), past_key_values=cache, use_cache=True)
+    """The cache with the same tokens in it every time."""
+    model(input_ids=(torch.arange(length)[None] * 7) % 99 + 1, past_key_values=cache, use_cache=True)
     return cache
 
 
@@ -388,6 +389,9 @@ def test_batches_are_refused_by_transformers_and_detach_cleanly() -> None:
     model, ids = ready(), prompt(50).repeat(2, 1)
     with pytest.raises(ValueError, match="batch_size = 1"), eager(model) as handle:
         generate(model, ids, prompt_lookup_num_tokens=8, past_key_values=handle.new_cache(max_len=100, batch=2))
+    assert "forward" not in model.__dict__
+    with pytest.raises(CacheError, match=r"made for batch 1, the call has 3 sequences.*batch=3"), eager(model) as handle:
+        generate(model, ids[:1], num_beams=3, past_key_values=handle.new_cache(max_len=100))
     assert "forward" not in model.__dict__
 
 
