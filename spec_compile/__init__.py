@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from spec_compile._version import __version__
 
 if TYPE_CHECKING:
+    from spec_compile.attachment import attach
     from spec_compile.calibrate import moe_calibrate
     from spec_compile.explainer import explain
     from spec_compile.models.cache import VerifyCache
@@ -30,6 +31,7 @@ _HOME = {
     "RewriteReport": "spec_compile.report",
     "VerifyCache": "spec_compile.models.cache",
     "VerifyFunction": "spec_compile.verify",
+    "attach": "spec_compile.attachment",
     "compile_verify": "spec_compile.verify",
     "explain": "spec_compile.explainer",
     "moe_calibrate": "spec_compile.calibrate",
@@ -39,7 +41,7 @@ _HOME = {
 
 __all__ = [
     "AttentionPlan", "AuditPlan", "FfnPlan", "MoeCalibration", "MoePlan", "RewriteReport", "SparsityPlan", "VerifyCache",
-    "VerifyFunction", "__version__", "compile_verify", "explain", "moe_calibrate", "prepare", "restore",
+    "VerifyFunction", "__version__", "attach", "compile_verify", "explain", "moe_calibrate", "prepare", "restore",
 ]  # fmt: skip
 
 
