@@ -1,6 +1,6 @@
 """Drafters: what proposes the tokens that a verify step checks.
 
-One small protocol for chains and trees, for one row or a batch of unequal rows. A drafter never sees the KV cache of the target and
+One small protocol for chains and trees, for one row or a batch of unequal rows. A drafter never sees the target's KV cache and
 never decides what is accepted; it only guesses, so a bad one costs time and never a token. Drafters that run a model are in
 ``drafters_model``.
 """
@@ -44,11 +44,9 @@ class Draft:
         batch, columns = self.tokens.shape
         if len(self.counts) != batch or not all(0 <= count <= columns for count in self.counts):
             raise OptionsError(f"Draft.counts must hold {batch} numbers in 0..{columns}, got {list(self.counts)}")
-        if self.parents is not None:
-            if len(self.parents) != columns or not all(-1 <= parent < i for i, parent in enumerate(self.parents)):
-                raise OptionsError(
-                    f"Draft.parents must hold {columns} numbers with -1 <= parents[i] < i, got {list(self.parents)}"
-                )
+        parents = self.parents
+        if parents is not None and not (len(parents) == columns and all(-1 <= p < i for i, p in enumerate(parents))):
+            raise OptionsError(f"Draft.parents must hold {columns} numbers with -1 <= parents[i] < i, got {list(parents)}")
         if self.probs is not None and tuple(self.probs.shape[:2]) != (batch, columns):
             raise OptionsError(f"Draft.probs must be [B, N, V] = [{batch}, {columns}, V], got {list(self.probs.shape)}")
 

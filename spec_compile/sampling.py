@@ -52,8 +52,8 @@ class Sampler:
         temperature: above 0; divides the logits.
         top_k: keep the k most likely tokens (and their equals); 0 keeps all.
         top_p: keep the fewest tokens whose probability reaches it, in (0, 1]; 1 keeps all.
-        logits_processor: transformers' ``LogitsProcessorList`` (or a list of such callables ``f(ids [1, L], scores [1, V])``), called
-            for every position with the tokens before it, padding left out; applies to greedy decoding, too.
+        logits_processor: transformers' ``LogitsProcessorList`` (or a list of such callables ``f(ids [1, L], scores [1, V])``),
+            called for every position with the tokens before it, padding left out; applies to greedy decoding, too.
         seed: of the sampler's own random generator, so that no global state is read or changed; None draws one.
         device: where logits will lie.
 
@@ -197,7 +197,82 @@ class Sampler:
         probs = self.warp(scores)
         if not self.do_sample:
             return _walk(draft, probs.argmax(-1), gaps, probs)
-        return _walk(draft, self._draw(probs), gaps, probs)
+        # A tree of drawn drafts is judged given its drafts: also exact, and siblings need no rule of their own.
+        if draft.probs is None or draft.parents is not None or given_draft or columns == 0:
+            return _walk(draft, self._draw(probs), gaps, probs)
+        return self._reject(draft, probs, gaps)
+
+    def audit(
+        self,
+        logits: Tensor,
+        tokens: Tensor,
+        counts: Sequence[int],
+        proposal: Tensor | None,
+        prefixes: Prefixes,
+        *,
+        margins: bool = False,
+    ) -> Verdict:
+        """Check tokens that sparse steps produced against the dense model; what remains is distributed as the dense model's own.
+
+        Args:
+            logits: dense ``[B, W + 1, V]``: at the last audited token and at each pending one.
+            tokens: int64 ``[B, W]``, the pending tokens, whether they were drafts or the sparse model's own.
+            counts: pending tokens of each row, on the host.
+            proposal: float32 ``[B, W, V]``, the *sparse* distribution that each pending token was judged by (``Verdict.probs`` at
+                ``Verdict.rows``); None in greedy decoding, where tokens are compared.
+            prefixes: tokens of each row up to the last audited one.
+
+        Returns:
+            A verdict whose ``path`` counts the pending tokens that stay and whose ``token`` is the dense model's next one.
+
+        Why the output is the dense model's. Let p_i be the dense distribution after the first i - 1 output tokens and s_i the
+        sparse one, and let F_i be all that is fixed when pending token y_i is chosen: earlier tokens, *the drafts of the
+        step*, the blocks and experts selected, the KV that sparse layers wrote. The sparse step judges drafts with
+        ``given_draft=True``: row i draws from s_i, and the draft is kept if it is what was drawn. So y_i, given F_i, has
+        distribution s_i exactly, for an accepted draft as for the step's own token, and F_i determines s_i. The audit keeps
+        y_i with probability min(1, p_i(y_i) / s_i(y_i)) and replaces the first token that is not kept by a draw from (p_i -
+        s_i)+, normalised. Hence, given F_i and that the tokens before were kept, token z comes out with probability
+
+            s_i(z) min(1, p_i(z) / s_i(z)) + (1 - sum_t min(p_i(t), s_i(t))) (p_i(z) - s_i(z))+ / sum_t (p_i(t) - s_i(t))+
+            = min(p_i(z), s_i(z)) + (p_i(z) - s_i(z))+ = p_i(z),
+
+        because 1 - sum min(p, s) = sum (p - s)+. The result does not depend on F_i, so it holds on average over drafts and
+        selections, and by induction over i for the sequence. A window may end for any reason known once its last token is
+        drawn (its size, a small margin, an end token), as that does not look ahead.
+
+        Why drafts must be taken as given: sparse logits of *all* rows of a step depend on its drafts, since the rows select
+        blocks together. The usual rule min(1, s/q) makes y_i a draw from s_i only on average over the drafts and only if s_i
+        does not vary with them; given the drafts, y_i is not distributed as the s_i that the audit divides by, and p is
+        missed.
+        """
+        if proposal is None and self.do_sample:
+            raise OptionsError("audit: sampled tokens need the sparse distributions they were drawn from: proposal=[B, W, V]")
+        return self.verify(logits, Draft(tokens, counts, probs=proposal), prefixes, margins=margins)
+
+    def _reject(self, draft: Draft, probs: Tensor, gaps: Tensor | None) -> Verdict:
+        """Speculative sampling of drawn chains: keep x while u < p(x) / q(x), then draw from (p - q)+ or, at the end, from p."""
+        assert draft.probs is not None
+        tokens = draft.tokens.to(probs.device)
+        columns = tokens.shape[1]
+        q = draft.probs.to(probs.device)
+        counts = torch.tensor(list(draft.counts), device=probs.device)
+        at = tokens[..., None]
+        p_x, q_x = (x.gather(-1, at)[..., 0] for x in (probs[:, :-1], q))
+        chance = torch.rand(tokens.shape, generator=self.generator, device=probs.device)
+        keep = (chance * q_x < p_x) & (torch.arange(columns, device=probs.device) < counts[:, None])
+        kept = keep.long().cumprod(1).sum(1)
+        batch = torch.arange(len(tokens), device=probs.device)
+        p_end = probs[batch, kept]
+        # Past its last draft a row has no q.
+        q_end = q[batch, kept.clamp(max=columns - 1)] * (kept < counts)[:, None]
+        residual = (p_end - q_end).clamp_min(0)
+        # Rounding can reject where p equals q: nothing remains, and p itself is right.
+        residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, p_end)
+        host, margins = _fetch(torch.cat([kept[:, None], self._draw(residual)[:, None], tokens], 1), gaps)
+        rows = host.tolist()
+        path = [list(range(row[0])) for row in rows]
+        run = [[*row[2 : 2 + row[0]], row[1]] for row in rows]
+        return Verdict(path, [row[1] for row in rows], run, _along(margins, path), probs)
 
     def _draw(self, probs: Tensor) -> Tensor:
         """One token ``[...]`` of each distribution ``[..., V]``; a token of probability 0 never.
@@ -231,43 +306,40 @@ def _walk(draft: Draft, choice: Tensor, gaps: Tensor | None, probs: Tensor | Non
     Where choices are drawn from the target, this is exact speculative sampling for drafts chosen without chance: a draft x is
     accepted with probability p(x), and otherwise the choice is distributed as p without x.
     """
-    batch, columns = draft.tokens.shape
-    parts = [choice]
-    if draft.tokens.device != choice.device or choice.device.type == "cpu":
-        tokens = draft.tokens.tolist()
+    columns = draft.tokens.shape[1]
+    on_host = draft.tokens.device.type == "cpu"
+    host, margins = _fetch(choice if on_host else torch.cat([choice, draft.tokens.to(choice.device)], 1), gaps)
+    choices, tokens = host[:, : columns + 1], draft.tokens if on_host else host[:, columns + 1 :]
+    if draft.parents is None:
+        met = (choices[:, :-1] == tokens) & (torch.arange(columns) < torch.tensor(list(draft.counts))[:, None])
+        path = [list(range(count)) for count in met.long().cumprod(1).sum(1).tolist()]
     else:
-        parts.append(draft.tokens)
-        tokens = []
-    host, margins = _fetch(torch.cat(parts, 1), gaps)
-    choices = [row[: columns + 1] for row in host]
-    tokens = tokens or [row[columns + 1 :] for row in host]
-    path, final, kept = [], [], []
-    for wanted, proposed, count in zip(choices, tokens, draft.counts):
-        line: list[int] = []
-        at = -1
-        while True:
-            step = next((i for i in _children(draft.parents, at, count) if proposed[i] == wanted[at + 1]), None)
-            if step is None:
-                break
-            line.append(step)
-            at = step
-        path.append(line)
-        final.append(wanted[at + 1])
-        kept.append([*(proposed[i] for i in line), wanted[at + 1]])
-    chosen = None if margins is None else [[row[0], *(row[i + 1] for i in line)] for row, line in zip(margins, path)]
-    return Verdict(path, final, kept, chosen, probs)
+        path = [_descend(draft.parents, *row) for row in zip(choices.tolist(), tokens.tolist(), draft.counts)]
+    # Every draft that was kept is what the target chose in its place.
+    kept = [[row[0], *(row[i + 1] for i in line)] for row, line in zip(choices.tolist(), path)]
+    return Verdict(path, [run[-1] for run in kept], kept, _along(margins, path), probs)
 
 
-def _children(parents: Sequence[int] | None, node: int, count: int) -> Sequence[int]:
-    if parents is None:
-        return range(node + 1, min(node + 2, count))
-    return [i for i in range(node + 1, count) if parents[i] == node]
+def _descend(parents: Sequence[int], choices: list[int], tokens: list[int], count: int) -> list[int]:
+    """Nodes of one row's tree that the target's choices meet; the first of equal siblings."""
+    line: list[int] = []
+    at = -1
+    for node in range(count):
+        if parents[node] == at and tokens[node] == choices[at + 1]:
+            line.append(node)
+            at = node
+    return line
 
 
-def _fetch(ids: Tensor, gaps: Tensor | None) -> tuple[list[list[int]], list[list[float]] | None]:
+def _along(margins: Tensor | None, path: list[list[int]]) -> list[list[float]] | None:
+    if margins is None:
+        return None
+    return [[row[0], *(row[i + 1] for i in line)] for row, line in zip(margins.tolist(), path)]
+
+
+def _fetch(ids: Tensor, gaps: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Both on the host after one transfer: the floats travel as the bits of integers."""
     if gaps is None:
-        return ids.tolist(), None
-    width = ids.shape[1]
+        return ids.cpu(), None
     both = torch.cat([ids, gaps.double().view(torch.int64)], 1).cpu()
-    return both[:, :width].tolist(), both[:, width:].view(torch.float64).tolist()
+    return both[:, : ids.shape[1]], both[:, ids.shape[1] :].contiguous().view(torch.float64)
