@@ -121,6 +121,10 @@ class RowVerify:
         if not isinstance(cache, RowCache):
             raise CacheError(f"steps of rows with lengths of their own need a RowCache, got {type(cache).__name__}")
         self._kinds, self._additive = mask_kinds(model)
+        self.layer_kinds = _mask_types(model)
+        # Prefills need no logits.
+        takes = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self.last_logits: dict[str, int] = {"logits_to_keep": 1} if takes else {}
         for rows in sizes:
             check_draft_len(rows - 1, min(options.max_q_len, MOST_ROWS))
         self.model, self.cache, self.sizes = model, cache, sorted(set(sizes))
