@@ -199,7 +199,7 @@ class Sampler:
             return _walk(draft, probs.argmax(-1), gaps, probs)
         # A tree of drawn drafts is judged given its drafts: also exact, and siblings need no rule of their own.
         if draft.probs is None or draft.parents is not None or given_draft or columns == 0:
-            return _walk(draft, self._draw(probs), gaps, probs)
+            return _walk(draft, self.draw(probs), gaps, probs)
         return self._reject(draft, probs, gaps)
 
     def audit(
@@ -268,13 +268,13 @@ class Sampler:
         residual = (p_end - q_end).clamp_min(0)
         # Rounding can reject where p equals q: nothing remains, and p itself is right.
         residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, p_end)
-        host, margins = _fetch(torch.cat([kept[:, None], self._draw(residual)[:, None], tokens], 1), gaps)
+        host, margins = _fetch(torch.cat([kept[:, None], self.draw(residual)[:, None], tokens], 1), gaps)
         rows = host.tolist()
         path = [list(range(row[0])) for row in rows]
         run = [[*row[2 : 2 + row[0]], row[1]] for row in rows]
         return Verdict(path, [row[1] for row in rows], run, _along(margins, path), probs)
 
-    def _draw(self, probs: Tensor) -> Tensor:
+    def draw(self, probs: Tensor) -> Tensor:
         """One token ``[...]`` of each distribution ``[..., V]``; a token of probability 0 never.
 
         The largest of p_i / E_i with E_i exponential is distributed as p (an exponential race); unlike ``torch.multinomial`` it
