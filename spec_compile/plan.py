@@ -265,12 +265,15 @@ class AuditPlan:
     """The lossless mode: sparse steps run ahead, one dense verify over the pending tokens checks them.
 
     Attributes:
-        window: pending tokens after which a dense verify audits; 2..32.
-        margin: top-1 logit margin below which a position forces an audit; None for none.
+        window: most pending tokens of a sequence, 2..32; an audit has 32 rows, so that 31 are in use at most.
+        margin: top-1 logit margin of a sparse step below which a token forces an audit; None for none.
+        adapt: end windows where the next sparse step is not worth its bytes by the agreement measured so far, and take dense
+            steps where none is; otherwise windows are filled.
     """
 
     window: int = 32
     margin: float | None = None
+    adapt: bool = True
 
     def __post_init__(self) -> None:
         _check_types(self, "audit.")
