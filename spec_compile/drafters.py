@@ -65,8 +65,8 @@ class Draft:
 class Drafter(Protocol):
     """What the decoding loop needs of a drafter.
 
-    ``start`` once; after the prefill ``accept`` with the target's first token of each row; then, step by step, ``propose`` and
-    ``accept``. ``retract`` is called where an audit takes back tokens that were accepted before.
+    ``start`` once; then, step by step, ``propose`` and ``accept``. Where an audit takes back tokens that were accepted before,
+    ``retract`` comes before ``accept``.
     """
 
     max_drafts: int

@@ -84,19 +84,27 @@ class AssistantModel(HostDrafter):
 
     @torch.no_grad()
     def _prefill(self) -> None:
+        from spec_compile.decode_loop import PREFILL_CHUNK
         from spec_compile.models.row_cache import sequence_cache
 
         device = self._cache.layers[0].device
         for row, tokens in enumerate(self.rows):
-            ids = torch.tensor([tokens], dtype=torch.int64, device=device)
-            self.model.forward(input_ids=ids, past_key_values=sequence_cache(self._cache, row), use_cache=True, logits_to_keep=1)
-        self._cache.set_lengths([len(tokens) for tokens in self.rows])
+            past = sequence_cache(self._cache, row)
+            # The last token of the prompt leads the first step.
+            for begin in range(0, len(tokens) - 1, PREFILL_CHUNK):
+                ids = torch.tensor([tokens[begin : min(begin + PREFILL_CHUNK, len(tokens) - 1)]], device=device)
+                positions = torch.arange(begin, begin + ids.shape[1], device=device)[None]
+                self.model.forward(
+                    input_ids=ids, position_ids=positions, past_key_values=past, use_cache=True, **self._verify.last_logits
+                )
+        self._cache.set_lengths([len(tokens) - 1 for tokens in self.rows])
 
     def propose(self, limit: int) -> Draft:
         room, batch = min(limit, self.max_drafts), len(self.rows)
         if room < 1 or not any(self.active):
             return Draft(torch.zeros(batch, 0, dtype=torch.int64), [0] * batch)
         self._allocate(batch, max(map(len, self.rows)) + room)
+        self._roll_back([len(row) - 1 for row in self.rows])
         drafted: list[list[int]] = [[] for _ in self.rows]
         laws = []
         logits = self._catch_up()
