@@ -32,7 +32,8 @@ class AssistantModel(HostDrafter):
         model: a transformers causal LM in eval mode.
         max_drafts: drafts per step, 1..31.
         sampler: how drafts are chosen; None greedily. Drafts that are drawn carry their distributions, and the target's sampler
-            accepts them by ``min(1, p/q)``; it may have another temperature.
+            accepts them by ``min(1, p/q)``; it may have another temperature. Its random stream is split off, so that one seed may
+            serve both.
         max_len: tokens that the cache holds at first; default the prompt and 512 more. It is doubled when needed.
         options: of the backend that compiles the model's steps (``codegen``, ``cudagraphs``, ``lowering``).
 
@@ -49,7 +50,8 @@ class AssistantModel(HostDrafter):
         mask_kinds(model)
         if sampler is not None and not isinstance(sampler, Sampler):
             raise OptionsError(f"{type(self).__name__}: sampler must be a Sampler or None, got {type(sampler).__name__}")
-        self.model, self.sampler, self._max_len = model, sampler, max_len
+        self.model, self._max_len = model, max_len
+        self.sampler = None if sampler is None else sampler.for_drafts()
         self._options = Options.parse(options)
         self._cache: Any = None
         self._verify: Any = None
@@ -244,7 +246,8 @@ class DraftHead(HostDrafter):
         self, head: Callable[..., Tensor], output: Callable[[Tensor], Tensor], max_drafts: int = 5, sampler: Sampler | None = None
     ) -> None:
         super().__init__(max_drafts)
-        self.head, self.output, self.sampler = head, output, sampler
+        self.head, self.output = head, output
+        self.sampler = None if sampler is None else sampler.for_drafts()
         self._features: list[Tensor | None] = []
         self._seen: list[int] = []
         self._done: list[int] = []

@@ -6,6 +6,7 @@ residual; transformers' logits warpers for the order temperature, top-k, top-p.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,8 @@ from spec_compile.drafters import Draft
 from spec_compile.errors import OptionsError
 
 Prefixes = Sequence[Sequence[int]]
+# Any odd constant far from small seeds.
+_DRAFT_STREAM = 0x9E3779B97F4A7C15
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,16 @@ class Sampler:
             self.generator.manual_seed(seed)
         self._end_tokens: list[int] = []
         self._least: list[int] = []
+
+    def for_drafts(self) -> Sampler:
+        """The same choice of tokens from a random stream of its own, for a drafter.
+
+        Drafts must not be drawn from the numbers that judge them: samplers of one seed would share them.
+        """
+        twin = copy.copy(self)
+        twin.generator = torch.Generator(device=self.generator.device)
+        twin.generator.manual_seed((self.generator.initial_seed() + _DRAFT_STREAM) % (1 << 63))
+        return twin
 
     def forbid_end_before(self, end_tokens: Sequence[int], lengths: Sequence[int]) -> None:
         """Ban ``end_tokens`` while row b holds fewer than ``lengths[b]`` tokens (prompt included): ``min_new_tokens``."""
