@@ -32,7 +32,8 @@ class RowLayer(StaticLayer):
         return self.keys, self.values
 
     def get_seq_length(self) -> Any:
-        return self.cumulative_length.max()
+        # [B, 1]: a model that reads one length for all sequences fails to trace instead of taking a wrong one.
+        return self.cumulative_length[:, None]
 
 
 class RowCache(VerifyCache):

@@ -85,7 +85,8 @@ def generate(
         plan: sparsity plan, its dict or path; needed by ``sparse`` and ``audited``, ignored by ``exact`` steps.
         mode: ``exact``; ``sparse``: every step by the plan, lossy; ``audited``: sparse steps run ahead and dense steps check them.
         max_new_tokens, min_new_tokens, eos_token_id, stop_strings, tokenizer: when sequences end
-            (:class:`~spec_compile.stopping.Stopping`); end tokens default to the model's.
+            (:class:`~spec_compile.stopping.Stopping`); end tokens default to those of the
+            model's generation config; ``[]`` for none.
         pad_token_id: fills the result; default the model's, else its end token, else 0.
         do_sample, temperature, top_k, top_p, logits_processor, seed: :class:`~spec_compile.sampling.Sampler`.
         streamer: transformers streamer, for a batch of 1; audited tokens arrive when they are final.
@@ -147,12 +148,9 @@ def generate(
 
 
 def _default(model: Any, name: str) -> Any:
-    """A setting of the model's generation config, else of its config."""
-    for config in (getattr(model, "generation_config", None), getattr(model, "config", None)):
-        found = getattr(config, name, None)
-        if found is not None:
-            return found
-    return None
+    """A setting of the model's generation config; of its config where it has no other."""
+    config = getattr(model, "generation_config", None)
+    return getattr(model.config if config is None else config, name, None)
 
 
 def _prompts(

@@ -43,9 +43,12 @@ class Compiled:
 _compiled: Any = WeakIdKeyDictionary()
 
 
-def compiled_step(model: Any, options: Options) -> Compiled:
-    """Compile the step of ``model``, or find it from an earlier generation."""
-    key = dataclasses.replace(options, on_report=None)
+def compiled_step(model: Any, cache: Any, options: Options) -> Compiled:
+    """Compile the step of ``model`` over caches of this shape, or find it from an earlier generation."""
+    # What audits decide is not compiled; another shape under the same code would be compiled with symbolic sizes.
+    layer = cache.layers[0]
+    settled = dataclasses.replace(options, on_report=None, plan=dataclasses.replace(options.plan, audit=None))
+    key = (settled, tuple(layer.keys.shape), layer.keys.dtype, layer.keys.device)
     known = _compiled.setdefault(model, {})
     if key not in known:
         found = Compiled(_with_own_code(_run), None if options.plan.exact else switch_of(options.plan))
@@ -128,7 +131,7 @@ class RowVerify:
         for rows in sizes:
             check_draft_len(rows - 1, min(options.max_q_len, MOST_ROWS))
         self.model, self.cache, self.sizes = model, cache, sorted(set(sizes))
-        self._step = compiled_step(model, options)
+        self._step = compiled_step(model, cache, options)
         self._device = cache.layers[0].device
         plan = options.plan
         attention = None if plan.attention is None or plan.attention.exact else plan.attention
@@ -222,15 +225,22 @@ class RowVerify:
                 bits.append(bits[parent + 1] | 1 << place)
                 depths.append(depths[parent + 1] + 1)
             with torch.inference_mode(False):
-                self._shapes[key] = torch.tensor([bits, depths]).T.contiguous().to(self._device)
+                self._shapes[key] = torch.tensor(list(zip(bits, depths))).to(self._device)
         return self._shapes[key]
 
     def _raise(self, error: Exception) -> None:
         inner = getattr(error, "inner_exception", None)
         if isinstance(inner, SpecCompileError):
             raise inner from None
-        if isinstance(error, torch._dynamo.exc.TorchDynamoException) and inner is None and has_expert_loop(self.model):
+        if not isinstance(error, torch._dynamo.exc.TorchDynamoException) or inner is not None:
+            return
+        if has_expert_loop(self.model):
             raise OptionsError(EXPERT_LOOP) from error
+        if self.cache.batch > 1:
+            raise OptionsError(
+                f"{type(self.model).__name__} could not be traced over sequences of unequal lengths, perhaps because it reads one "
+                "length for all of them: generate one sequence at a time"
+            ) from error
 
     def report(self) -> RewriteReport | None:
         """Report of the newest compiled verify graph; None before the first step."""
