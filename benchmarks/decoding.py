@@ -30,6 +30,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import decoding_system
 import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -230,12 +231,19 @@ def part_audited(args: argparse.Namespace, tick: Callable[[str], None]) -> None:
                      f"identical {row['identical']}")  # fmt: skip
 
 
+def part_system(args: argparse.Namespace, tick: Callable[[str], None]) -> None:
+    device = "cpu" if args.tiny or not torch.cuda.is_available() else torch.cuda.get_device_name()
+    book = Book(args.json, part="system", layers=args.layers, budget=args.budget, reuse=args.reuse, device=device,
+                torch=torch.__version__)  # fmt: skip
+    decoding_system.part_system(args, tick, book)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=("greedy", "audited", "system"), required=True)
     parser.add_argument("--model", type=Path, help="default SmolLM2-135M-Instruct (greedy, audited)")
     parser.add_argument("--codegen", choices=("inductor", "eager"), help="default eager on the CPU, inductor for system")
-    parser.add_argument("--new-tokens", type=int, help="default 32 (greedy), 128 (audited), 256 (system)")
+    parser.add_argument("--new-tokens", type=int, help="default 32 (greedy), 128 (audited)")
     parser.add_argument("--prompts", type=int, default=40)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--drafters", nargs="+", choices=DRAFTERS, default=list(DRAFTERS))
@@ -244,12 +252,21 @@ def main() -> None:
     parser.add_argument("--bands", nargs="+", choices=list(BANDS), default=list(BANDS))
     parser.add_argument("--context", type=int, default=6000)
     parser.add_argument("--plan", type=Path)
+    system = parser.add_argument_group("system")
+    system.add_argument("--points", nargs="+", default=["1x32768", "8x32768", "1x131072", "8x131072"], help="batch x context")
+    system.add_argument("--methods", nargs="+", choices=decoding_system.METHODS, default=list(decoding_system.METHODS))
+    system.add_argument("--accept", type=float, default=0.7, help="probability that a draft is accepted, given those before")
+    system.add_argument("--agree", type=float, default=0.97, help="probability that an audit agrees with a pending token")
+    system.add_argument("--budget", type=float, default=0.125, help="share of the live keys that sparse layers read")
+    system.add_argument("--reuse", type=int, default=4, help="layers that share a selection (index_topk_freq)")
+    system.add_argument("--layers", type=int, default=32)
+    system.add_argument("--tiny", action="store_true", help="a toy on the CPU, to try the script")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    args.new_tokens = args.new_tokens or {"greedy": 32, "audited": 128, "system": 256}[args.part]
+    args.new_tokens = args.new_tokens or {"greedy": 32, "audited": 128, "system": 0}[args.part]
     args.codegen = args.codegen or ("inductor" if args.part == "system" else "eager")
-    parts: dict[str, Any] = {"greedy": part_greedy, "audited": part_audited}
+    parts: dict[str, Any] = {"greedy": part_greedy, "audited": part_audited, "system": part_system}
     with Progress(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), transient=True) as progress:
         task = progress.add_task("", total=None)
         parts[args.part](args, lambda text: progress.update(task, description=text))
