@@ -158,7 +158,7 @@ class AuditedLoop(DecodingLoop):
         """Bytes of a sparse and of a dense step."""
         bytes_read, rows = self.step_bytes(), self.drafter.max_drafts + 1
         starts = [held for held, on in zip(self.cache.lengths, going) if on]
-        weights = bytes_read.weights(rows * len(starts))
+        weights = bytes_read.weights(rows * len(starts)) if self.window.plan.cost == "all" else 0
         return weights + bytes_read.kv(starts, rows, True), weights + bytes_read.kv(starts, rows, False)
 
     def _run_ahead(self, going: Sequence[bool], pending: int) -> None:

@@ -200,6 +200,9 @@ class RowVerify:
                 if full not in self._captured:
                     self._captured[full] = CapturedRows(self._call, self.model, self.cache, batch, full, self.switch)
                 return self._captured[full](last, drafts, counts, shape)
+            if not columns:
+                # A single row would be a graph of its own, and costs a step of two as much.
+                drafts, shape = torch.zeros(batch, 1, dtype=torch.int64), self._shape(None, 1, 2)
             ids = torch.cat([torch.tensor(last)[:, None].to(self._device), drafts.to(self._device)], 1)
             return self._call(ids, torch.tensor(list(counts)).to(self._device), shape)
         except Exception as error:
@@ -208,9 +211,8 @@ class RowVerify:
 
     @torch.no_grad()
     def _call(self, ids: Tensor, counts: Tensor, shape: Tensor) -> Tensor:
-        if ids.shape[1] > 1:
-            torch._dynamo.maybe_mark_dynamic(ids, 1)
-            torch._dynamo.maybe_mark_dynamic(shape, 0)
+        torch._dynamo.maybe_mark_dynamic(ids, 1)
+        torch._dynamo.maybe_mark_dynamic(shape, 0)
         return self._step.run(self.model, ids, counts, shape, self.cache, self._kinds, self._additive)
 
     def _shape(self, parents: Sequence[int] | None, columns: int, rows: int) -> Tensor:

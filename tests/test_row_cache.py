@@ -20,7 +20,8 @@ from spec_compile.options import Options
 from spec_compile.row_verify import RowVerify, mask_kinds
 from spec_compile.state import _summaries
 
-MAX_LEN = 96
+# One shape for all tests, so that few graphs are compiled; rows that a test does not need pause.
+MAX_LEN, BATCH = 96, 4
 # Two branches below the first draft, one of which forks again: root-to-leaf paths of 3, 2 and 3 drafts, and one of a single one.
 TREE = [-1, 0, 0, 1, 1, -1]
 PLAN = SparsityPlan(attention=AttentionPlan(budget=16, block_size=8, index_topk_freq=2))
@@ -42,7 +43,8 @@ def text(size: int, seed: int = 0) -> list[int]:
 
 def filled(prompts: Sequence[Sequence[int]], name: str = "llama") -> RowCache:
     model = model_of(name)
-    cache = RowCache(model, MAX_LEN, batch=len(prompts))
+    prompts = [*prompts, *[[9, 8]] * (BATCH - len(prompts))]
+    cache = RowCache(model, MAX_LEN, batch=BATCH)
     with torch.no_grad():
         for i, prompt in enumerate(prompts):
             if prompt:
@@ -53,6 +55,16 @@ def filled(prompts: Sequence[Sequence[int]], name: str = "llama") -> RowCache:
 
 def step_of(cache: RowCache, name: str = "llama", plan: SparsityPlan | None = None) -> RowVerify:
     return RowVerify(model_of(name), cache, Options.parse({"codegen": "eager", "plan": plan}), [9])
+
+
+def run(
+    verify: RowVerify, last: Sequence[int], drafts: Sequence[Sequence[int]], counts: Sequence[int], **more: Any
+) -> Tensor:
+    """A step of the first rows of the batch; a copy of its logits."""
+    spare, width = BATCH - len(last), max(map(len, drafts))
+    rows = [*([*row, *[3] * (width - len(row))] for row in drafts), *[[3] * width] * spare]
+    given = torch.tensor(rows, dtype=torch.int64).reshape(BATCH, width)
+    return verify([*last, *[3] * spare], given, [*counts, *[-1] * spare], **more).clone()
 
 
 @torch.no_grad()
@@ -90,22 +102,22 @@ def test_a_model_that_reads_one_length_for_all_sequences_is_refused() -> None:
     """Llama 4's temperature tuning takes its positions from the cache's length."""
     cache = filled([text(9, 1), text(4, 2)], "llama4")
     with pytest.raises(OptionsError, match="Llama4ForCausalLM could not be traced over sequences of unequal lengths"):
-        step_of(cache, "llama4")([3, 4], torch.tensor([text(2), text(2)]), [2, 2])
+        run(step_of(cache, "llama4"), [3, 4], [text(2), text(2)], [2, 2])
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_every_path_of_a_tree_equals_its_linear_verify(name: str) -> None:
     prompts = [text(WINDOW + 9, 1), text(4, 2)]
     cache = filled([prompt[:-1] for prompt in prompts], name)
-    nodes = torch.tensor([text(len(TREE), 5), text(len(TREE), 6)])
+    nodes = [text(len(TREE), 5), text(len(TREE), 6)]
     # The second row has the first four nodes only.
     counts = [len(TREE), 4]
-    logits = step_of(cache, name)([prompt[-1] for prompt in prompts], nodes, counts, TREE)
+    logits = run(step_of(cache, name), [prompt[-1] for prompt in prompts], nodes, counts, parents=TREE)
     for row, prompt in enumerate(prompts):
         for node in range(counts[row]):
             line, at = [], node
             while at >= 0:
-                line.insert(0, nodes[row, at].item())
+                line.insert(0, nodes[row][at])
                 at = TREE[at]
             assert close(logits[row, node + 1], alone([*prompt, *line], name)[-1])
 
@@ -114,19 +126,18 @@ def test_a_committed_path_leaves_what_a_linear_run_would() -> None:
     prompts = [text(21, 1), text(4, 2), text(9, 3)]
     cache = filled([prompt[:-1] for prompt in prompts])
     verify = step_of(cache)
-    nodes = torch.tensor([text(len(TREE), 5 + i) for i in range(3)])
-    verify([prompt[-1] for prompt in prompts], nodes, [6, 6, -1], TREE)
+    nodes = [text(len(TREE), 5 + i) for i in range(3)]
+    run(verify, [prompt[-1] for prompt in prompts], nodes, [6, 6, -1], parents=TREE)
     # Rows: the last accepted token, then drafts 0, 2 and drafts 5 of the tree; the third row keeps nothing.
-    paths = [[0, 1, 3], [0, 6], []]
-    cache.commit(paths)
-    assert cache.lengths == [23, 5, 8]
-    kept = [[*prompts[0], nodes[0, 0].item(), nodes[0, 2].item()], [*prompts[1], nodes[1, 5].item()], prompts[2][:-1]]
+    cache.commit([[0, 1, 3], [0, 6], [], 0])
+    assert cache.lengths == [23, 5, 8, 2]
+    kept = [[*prompts[0], nodes[0][0], nodes[0][2]], [*prompts[1], nodes[1][5]], prompts[2][:-1]]
     wanted = filled(kept)
     for mine, theirs in zip(cache.layers, wanted.layers):
         for i, tokens in enumerate(kept):
             assert close(mine.keys[i, :, : len(tokens)], theirs.keys[i, :, : len(tokens)])
             assert close(mine.values[i, :, : len(tokens)], theirs.values[i, :, : len(tokens)])
-    logits = verify([3, 4, prompts[2][-1]], torch.zeros(3, 0, dtype=torch.int64), [0, 0, 0])
+    logits = run(verify, [3, 4, prompts[2][-1]], [[], [], []], [0, 0, 0])
     for i, last in enumerate((3, 4, prompts[2][-1])):
         assert close(logits[i, 0], alone([*kept[i], last])[-1])
 
@@ -135,17 +146,15 @@ def test_moving_a_path_costs_no_summary() -> None:
     """Summaries cover blocks below the step; a commit writes behind them and must not make them be computed again."""
     cache = filled([text(40, 1)])
     verify = step_of(cache, plan=PLAN)
-    verify([5], torch.tensor([text(6, 2)]), [6], TREE, sparse=True)
+    run(verify, [5], [text(6, 2)], [6], parents=TREE, sparse=True)
     found = next(iter(_summaries[cache.layers[0].keys].values()))
     assert found.trusted
-    cache.commit([[0, 6]])
+    cache.commit([[0, 6], 0, 0, 0])
     assert found.trusted
     with torch.no_grad():
         cache.layers[0].keys[0, 0, 0] += 1
     assert not found.trusted
-    cache.set_lengths([30])
-    cache.layers[0].keys[0, 0, 0] -= 1
-    cache.commit([[0, 2]])
+    cache.commit([[0, 2], 0, 0, 0])
     assert not found.trusted
 
 
@@ -154,12 +163,13 @@ def test_a_sparse_row_is_the_same_in_any_batch() -> None:
     prompt = text(70, 1)
     one = filled([prompt[:-1]])
     drafts = text(3, 2)
-    alone_logits = step_of(one, plan=PLAN)([prompt[-1]], torch.tensor([drafts]), [3], sparse=True).clone()
-    dense_logits = step_of(one, plan=PLAN)([prompt[-1]], torch.tensor([drafts]), [3], sparse=False).clone()
-    assert not close(alone_logits, dense_logits)
+    alone_logits = run(step_of(one, plan=PLAN), [prompt[-1]], [drafts], [3], sparse=True)
+    dense_logits = run(step_of(one, plan=PLAN), [prompt[-1]], [drafts], [3], sparse=False)
+    assert not close(alone_logits[0], dense_logits[0])
+    assert close(dense_logits[0, :4], alone([*prompt, *drafts])[-4:])
     many = filled([text(9, 3)[:-1], prompt[:-1], text(81, 4)[:-1]])
-    padded = torch.tensor([text(8, 5), [*drafts, *text(5, 6)], text(8, 7)])
-    logits = step_of(many, plan=PLAN)([9, prompt[-1], 8], padded, [8, 3, 1], sparse=True)
+    padded = [text(8, 5), [*drafts, *text(5, 6)], text(8, 7)]
+    logits = run(step_of(many, plan=PLAN), [9, prompt[-1], 8], padded, [8, 3, 1], sparse=True)
     assert close(logits[1, :4], alone_logits[0, :4])
     assert close(logits[1, 4:], logits[1, 3:4].expand(5, -1))
 
