@@ -1,10 +1,10 @@
 """Part ``system`` of decoding.py: what the loop costs on a GPU, at a set acceptance and a set agreement of sparse and dense.
 
-The shape of Llama-3.1-8B, 32 layers, random weights, bfloat16, a prompt of random tokens. Peers: transformers' assisted generation
-with eight candidates a step (``hf``; a batch of 1, DynamicCache, sdpa), and our loop in its three modes. A random model agrees
-with nobody, so outcomes are scripted: each draft is accepted with probability ``--accept`` until one is not, and an audit agrees
-with each pending token with probability ``--agree``. All else is real: prefill, forwards, one transfer a step, what follows from
-the outcome. For ``hf`` a logits processor raises the tokens that are to be accepted.
+The shape of Llama-3.1-8B, 32 layers, random weights, bfloat16, a prompt of random tokens. Paths: transformers' assisted
+generation with eight candidates a step (``hf``; a batch of 1, DynamicCache, sdpa), and our loop in its three modes. A random
+model agrees with nobody, so outcomes are scripted: each draft is accepted with probability ``--accept`` until one is not, and
+an audit agrees with each pending token with probability ``--agree``. All else is real: prefill, forwards, one transfer a
+step, what follows from the outcome. For ``hf`` a logits processor raises the tokens that are to be accepted.
 
 A generation warms up for 64 tokens (compiling and capturing among it), is timed for 192, and then profiled: ``outside`` is the
 wall time of a step less the time in which any kernel ran. In audited runs a step is a forward, sparse or dense.

@@ -21,11 +21,11 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"spec-compile {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
 
-    demo = commands.add_parser("demo", help="decode real prompts with greedy, prompt lookup, and prompt lookup through us")
+    demo = commands.add_parser("demo", help="decode real prompts by transformers and by us: exact, sparse, audited")
     demo.add_argument(
         "--model", type=Path, help="model folder or GGUF file, or moe (small mixture); default SmolLM2-135M-Instruct"
     )
-    demo.add_argument("--new-tokens", type=int, default=96, help="tokens to generate per prompt (default 96)")
+    demo.add_argument("--new-tokens", type=int, default=64, help="tokens to generate per prompt (default 64)")
     demo.add_argument("--drafts", type=int, default=8, help="drafts per verify (default 8)")
     demo.add_argument("--source-tokens", type=int, default=3000, help="tokens of Python source to continue (default 3000)")
     demo.add_argument("--device", default="auto", help="cpu, cuda or auto (default): the GPU if there is one")
