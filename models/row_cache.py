@@ -52,6 +52,8 @@ class RowCache(VerifyCache):
     def __init__(self, model: Any, max_len: int, batch: int = 1, dtype: torch.dtype | None = None) -> None:
         super().__init__(model, max_len, batch, dtype)
         self.batch = batch
+        # Captured steps over this cache, by the compiled functions that they replay.
+        self.captured: dict[Any, Any] = {}
         with torch.inference_mode(False):
             layers = [_row_layer(layer) for layer in self.layers]
             self._counts = {layer.device: torch.zeros(batch, dtype=torch.int64, device=layer.device) for layer in layers}

@@ -206,7 +206,9 @@ class AuditedLoop(DecodingLoop):
         tokens, widths = self._joined(draft, counts)
         joined = Draft(tokens, widths, self._parents(draft, counts), self._proposed(draft, counts, tokens))
         prefixes = [row[:end] for row, end in zip(self.tokens, self.final)]
-        self.cache.set_lengths([len(prefix) - 1 if on else held for prefix, on, held in zip(prefixes, running, self.cache.lengths)])
+        self.cache.set_lengths(
+            [len(prefix) - 1 if on else held for prefix, on, held in zip(prefixes, running, self.cache.lengths)]
+        )
         phase = "audit" if pending else "verify"
         with self.metrics.timed(phase):
             logits = self.verify(
@@ -233,8 +235,8 @@ class AuditedLoop(DecodingLoop):
         with self.metrics.timed("draft"):
             if any(back):
                 self.drafter.retract(back)
-        for i, prefix in enumerate(prefixes):
-            if running[i]:
+        for i, on in enumerate(running):
+            if on:
                 del self.tokens[i][self.final[i] :]
         self.append(runs, ends)
         self.final = [len(row) for row in self.tokens]
@@ -250,7 +252,7 @@ class AuditedLoop(DecodingLoop):
             self.stopping.room(i, len(row)) if on and not pause else 0
             for i, (row, on, pause) in enumerate(zip(self.tokens, running, self._pauses))
         ]
-        draft = self.propose(min(max(rooms) - 1, MOST_ROWS - 1 - pending), rooms)
+        draft = self.propose(min(max(rooms) - 1, self.verify.sizes[-1] - 1 - pending), rooms)
         counts = [self.pending(i) for i, on in enumerate(running) if on]
         drawn = self.sampler.do_sample and pending > 0
         if draft.parents is not None and (len(set(counts)) > 1 or drawn):

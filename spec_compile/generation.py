@@ -17,6 +17,7 @@ from spec_compile.errors import CacheError, OptionsError
 from spec_compile.logs import logger
 from spec_compile.metrics import DecodingMetrics
 from spec_compile.options import Options
+from spec_compile.plan import AuditPlan
 from spec_compile.report import RewriteReport
 from spec_compile.row_verify import MOST_ROWS, RowVerify
 from spec_compile.sampling import Sampler
@@ -32,8 +33,8 @@ class GenerateOutput:
     """What :func:`generate` returns.
 
     Attributes:
-        sequences: int64 ``[B, L]`` on the model's device: prompts as given (lists are left-padded), then the new tokens, padded on
-            the right.
+        sequences: int64 ``[B, L]`` on the model's device: prompts as given (lists are left-padded), then the new tokens, padded
+            on the right.
         tokens: new tokens of each sequence.
         metrics: how it went.
         report: of the compiled verify graph; None where no step ran compiled.
@@ -79,11 +80,11 @@ def generate(
     Args:
         model: a transformers causal LM in eval mode, with ``sdpa`` or ``eager`` attention.
         input_ids: int64 ``[B, L]``, left-padded where prompts differ in length, or a list of prompts without padding.
-        attention_mask: ``[B, L]``, 0 for left padding. Without one, leading pad tokens count as padding (unless the pad token also
-            ends texts). Padding never reaches the cache.
+        attention_mask: ``[B, L]``, 0 for left padding. Without one, leading pad tokens count as padding (unless the pad token
+            also ends texts). Padding never reaches the cache.
         drafter: :class:`~spec_compile.drafters.Drafter`, ``"prompt_lookup"`` or ``"early_exit"``.
         plan: sparsity plan, its dict or path; needed by ``sparse`` and ``audited``, ignored by ``exact`` steps.
-        mode: ``exact``; ``sparse``: every step by the plan, lossy; ``audited``: sparse steps run ahead and dense steps check them.
+        mode: ``exact``; ``sparse``: every step by the plan, lossy; ``audited``: sparse steps run ahead, dense steps check them.
         max_new_tokens, min_new_tokens, eos_token_id, stop_strings, tokenizer: when sequences end
             (:class:`~spec_compile.stopping.Stopping`); end tokens default to those of the
             model's generation config; ``[]`` for none.
@@ -128,9 +129,13 @@ def generate(
     chosen = make_drafter(drafter, model)
     metrics = DecodingMetrics(mode)
     _check_positions(model, max(lengths) + max_new_tokens)
+    given_cache = cache
     cache = _cache(model, cache, len(prompts), max(lengths) + max_new_tokens)
-    sizes = [chosen.max_drafts + 1] + ([16, MOST_ROWS] if mode == "audited" else [])
-    verify = RowVerify(model, cache, settings, [size for size in sizes if size > chosen.max_drafts])
+    sizes = [chosen.max_drafts + 1]
+    if mode == "audited":
+        window = (settings.plan.audit or AuditPlan()).window
+        sizes.append(min(MOST_ROWS, window + chosen.max_drafts + 1))
+    verify = RowVerify(model, cache, settings, sizes)
     with _bar(progress, len(prompts) * max_new_tokens) as told:
         parts = (verify, chosen, sampler, stopping, stream, metrics, prompts, settings.plan, told)
         loop = DecodingLoop(*parts)
@@ -139,7 +144,12 @@ def generate(
 
             loop = AuditedLoop(*parts)
         stream.prompt(padded)
-        loop.run()
+        try:
+            loop.run()
+        finally:
+            if cache is not given_cache:
+                # Captured steps know their cache: let nothing keep its memory.
+                cache.captured.clear()
     new = [row[length : length + request.new_tokens] for row, length, request in zip(loop.tokens, lengths, metrics.requests)]
     width = max(map(len, new), default=0)
     tail = torch.tensor([[*row, *[pad] * (width - len(row))] for row in new], dtype=torch.int64).reshape(len(new), width)
@@ -183,7 +193,7 @@ def _prompts(
         for place, mask in enumerate(masks):
             if sorted(mask) != mask or set(mask) - {0, 1}:
                 raise OptionsError(
-                    f"attention_mask row {place}: padding must be on the left (zeros, then ones); set tokenizer.padding_side='left'"
+                    f"attention_mask row {place}: padding must be on the left (zeros, then ones): tokenizer.padding_side='left'"
                 )
         prompts = [row[len(row) - sum(mask) :] for row, mask in zip(rows, masks)]
     else:
@@ -204,7 +214,7 @@ def _check_positions(model: Any, longest: int) -> None:
         return
     if getattr(config, "rope_parameters", None) is None and getattr(config, "rope_theta", None) is None:
         raise OptionsError(
-            f"prompt and max_new_tokens reach {longest} tokens, {type(model).__name__} has {limit} positions: lower max_new_tokens"
+            f"prompt and new tokens reach {longest} tokens, {type(model).__name__} has {limit} positions: lower max_new_tokens"
         )
     logger.warning("prompt and max_new_tokens reach %d tokens; the model was made for %d positions", longest, limit)
 
@@ -222,7 +232,8 @@ def _cache(model: Any, cache: Any, batch: int, longest: int) -> Any:
         )
     if cache.max_len < longest:
         raise CacheError(
-            f"the cache is too short: max_len is {cache.max_len}, prompt and new tokens reach {longest}: RowCache(model, max_len={longest})"
+            f"the cache is too short: max_len is {cache.max_len}, prompt and new tokens reach {longest}: "
+            f"RowCache(model, max_len={longest})"
         )
     cache.reset()
     return cache

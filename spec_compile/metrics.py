@@ -86,8 +86,8 @@ class DecodingMetrics:
         mode: ``exact``, ``sparse`` or ``audited``.
         requests: one entry a sequence.
         forwards: verify forwards by kind: ``exact``, ``sparse``, ``audit``.
-        seconds: wall time by phase. ``verify`` holds sparse and exact steps, ``audit`` the dense verifies over pending tokens, each up
-            to the transfer that brings the outcome; ``overhead`` is all the rest after the prefill.
+        seconds: wall time by phase. ``verify`` holds sparse and exact steps, ``audit`` the dense verifies over pending tokens, each
+            up to the transfer that brings the outcome; ``overhead`` is all the rest after the prefill.
         kv_bytes, weight_bytes: read by all verify forwards. kv_bytes_dense: what the same forwards would read without a plan.
         notes: decisions of the loop, such as dropping to exact steps.
         interrupted: whether the generation was broken off.

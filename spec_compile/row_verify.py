@@ -31,32 +31,43 @@ from spec_compile.verify import _mask_types, _takes_dicts, _text_config, _with_o
 MOST_ROWS = 32
 
 
-@dataclass
+@dataclass(eq=False)
 class Compiled:
-    """A model's step function under one set of options; calls over caches of one shape share its graphs."""
+    """A model's step functions under one set of options, over caches of one shape; all generations share their graphs.
 
-    run: Callable[..., Tensor]
+    Attributes:
+        runs: the function for any number of rows from 2 (None), and one for each number that is captured.
+        switch: between sparse and exact steps, of all of them.
+    """
+
+    options: Options
     switch: SparseSwitch | None
     reports: list[RewriteReport] = field(default_factory=list)
+    runs: dict[int | None, Callable[..., Tensor]] = field(default_factory=dict)
+
+    def run(self, rows: int | None) -> Callable[..., Tensor]:
+        if rows not in self.runs:
+            found = _with_own_code(_run)
+            if not disabled():
+                settings = dataclasses.replace(self.options, on_report=self.reports.append, cudagraphs=False)
+                backend = functools.partial(compile_graph, options=settings, switch=self.switch)
+                found = torch.compile(found, backend=backend, fullgraph=True)
+            self.runs[rows] = found
+        return self.runs[rows]
 
 
 _compiled: Any = WeakIdKeyDictionary()
 
 
 def compiled_step(model: Any, cache: Any, options: Options) -> Compiled:
-    """Compile the step of ``model`` over caches of this shape, or find it from an earlier generation."""
+    """The step functions of ``model`` over caches of this shape, perhaps from an earlier generation."""
     # What audits decide is not compiled; another shape under the same code would be compiled with symbolic sizes.
     layer = cache.layers[0]
     settled = dataclasses.replace(options, on_report=None, plan=dataclasses.replace(options.plan, audit=None))
-    key = (settled, tuple(layer.keys.shape), layer.keys.dtype, layer.keys.device)
+    key = (settled, tuple(layer.keys.shape), layer.keys.dtype, layer.keys.device, disabled())
     known = _compiled.setdefault(model, {})
     if key not in known:
-        found = Compiled(_with_own_code(_run), None if options.plan.exact else switch_of(options.plan))
-        settings = dataclasses.replace(options, on_report=found.reports.append, cudagraphs=False)
-        if not disabled():
-            backend = functools.partial(compile_graph, options=settings, switch=found.switch)
-            found.run = torch.compile(found.run, backend=backend, fullgraph=True)
-        known[key] = found
+        known[key] = Compiled(settled, None if options.plan.exact else switch_of(options.plan))
     return known[key]
 
 
@@ -140,7 +151,8 @@ class RowVerify:
             attention.query == "mean" or (attention.query == "all" and attention.aggregate != "max")
         )
         self.padding_votes = weighs or (plan.moe is not None and plan.moe.expert_budget is not None)
-        self._captured: dict[int, CapturedRows] = {}
+        # With the cache, so that the next generation over it need not capture again.
+        self._captured: dict[int, CapturedRows] = cache.captured.setdefault(self._step, {})
         self._capture = options.cudagraphs and not disabled()
         if self._capture and (reason := why_not_captured(model, cache)) is not None:
             logger.warning("cudagraphs=True: steps are compiled, but not captured: %s", reason)
@@ -198,22 +210,23 @@ class RowVerify:
         try:
             if captured:
                 if full not in self._captured:
-                    self._captured[full] = CapturedRows(self._call, self.model, self.cache, batch, full, self.switch)
+                    call = functools.partial(self._call, self._step.run(full))
+                    self._captured[full] = CapturedRows(call, self.model, self.cache, batch, full, self.switch)
                 return self._captured[full](last, drafts, counts, shape)
             if not columns:
                 # A single row would be a graph of its own, and costs a step of two as much.
                 drafts, shape = torch.zeros(batch, 1, dtype=torch.int64), self._shape(None, 1, 2)
             ids = torch.cat([torch.tensor(last)[:, None].to(self._device), drafts.to(self._device)], 1)
-            return self._call(ids, torch.tensor(list(counts)).to(self._device), shape)
+            torch._dynamo.maybe_mark_dynamic(ids, 1)
+            torch._dynamo.maybe_mark_dynamic(shape, 0)
+            return self._call(self._step.run(None), ids, torch.tensor(list(counts)).to(self._device), shape)
         except Exception as error:
             self._raise(error)
             raise
 
     @torch.no_grad()
-    def _call(self, ids: Tensor, counts: Tensor, shape: Tensor) -> Tensor:
-        torch._dynamo.maybe_mark_dynamic(ids, 1)
-        torch._dynamo.maybe_mark_dynamic(shape, 0)
-        return self._step.run(self.model, ids, counts, shape, self.cache, self._kinds, self._additive)
+    def _call(self, run: Callable[..., Tensor], ids: Tensor, counts: Tensor, shape: Tensor) -> Tensor:
+        return run(self.model, ids, counts, shape, self.cache, self._kinds, self._additive)
 
     def _shape(self, parents: Sequence[int] | None, columns: int, rows: int) -> Tensor:
         """Which rows each row sees, as bits, and depths: int64 ``[rows, 2]``; uploaded once for each shape."""
@@ -240,8 +253,8 @@ class RowVerify:
             raise OptionsError(EXPERT_LOOP) from error
         if self.cache.batch > 1:
             raise OptionsError(
-                f"{type(self.model).__name__} could not be traced over sequences of unequal lengths, perhaps because it reads one "
-                "length for all of them: generate one sequence at a time"
+                f"{type(self.model).__name__} could not be traced over sequences of unequal lengths, perhaps because it reads "
+                "one length for all of them: generate one sequence at a time"
             ) from error
 
     def report(self) -> RewriteReport | None:
@@ -260,7 +273,9 @@ class CapturedRows(StepGraph):
         with torch.inference_mode(False):
             self._counts = torch.zeros(batch, dtype=torch.int64, device=self._device)
             self._shape = torch.zeros(rows, 2, dtype=torch.int64, device=self._device)
-            self._staged = torch.zeros(batch, rows + 1, dtype=torch.int64).pin_memory()
+            # Pinned and contiguous: other copies to the device would wait for it. A step ends by waiting, so they are free again.
+            self._staged_ids = torch.zeros(batch, rows, dtype=torch.int64).pin_memory()
+            self._staged_counts = torch.zeros(batch, dtype=torch.int64).pin_memory()
         self._shaped: Tensor | None = None
 
     def __call__(self, last: Sequence[int], drafts: Tensor, counts: Sequence[int], shape: Tensor) -> Tensor:  # type: ignore[override]
@@ -268,15 +283,14 @@ class CapturedRows(StepGraph):
             with torch.cuda.device(self._device):
                 return self(last, drafts, counts, shape)
         columns = drafts.shape[1]
-        self._staged[:, 0] = torch.tensor(last)
-        self._staged[:, -1] = torch.tensor(list(counts))
+        self._staged_ids[:, 0] = torch.tensor(last)
+        self._staged_counts.copy_(torch.tensor(list(counts)))
         if drafts.device.type == "cpu":
-            self._staged[:, 1 : columns + 1] = drafts
-            self._ids.copy_(self._staged[:, :-1], non_blocking=True)
-        else:
-            self._ids[:, :1].copy_(self._staged[:, :1], non_blocking=True)
+            self._staged_ids[:, 1 : columns + 1] = drafts
+        self._ids.copy_(self._staged_ids, non_blocking=True)
+        if drafts.device.type != "cpu":
             self._ids[:, 1 : columns + 1] = drafts
-        self._counts.copy_(self._staged[:, -1], non_blocking=True)
+        self._counts.copy_(self._staged_counts, non_blocking=True)
         if shape is not self._shaped:
             self._shape.copy_(shape)
             self._shaped = shape

@@ -57,9 +57,7 @@ def step_of(cache: RowCache, name: str = "llama", plan: SparsityPlan | None = No
     return RowVerify(model_of(name), cache, Options.parse({"codegen": "eager", "plan": plan}), [9])
 
 
-def run(
-    verify: RowVerify, last: Sequence[int], drafts: Sequence[Sequence[int]], counts: Sequence[int], **more: Any
-) -> Tensor:
+def run(verify: RowVerify, last: Sequence[int], drafts: Sequence[Sequence[int]], counts: Sequence[int], **more: Any) -> Tensor:
     """A step of the first rows of the batch; a copy of its logits."""
     spare, width = BATCH - len(last), max(map(len, drafts))
     rows = [*([*row, *[3] * (width - len(row))] for row in drafts), *[[3] * width] * spare]
@@ -231,7 +229,7 @@ def test_bad_steps_name_the_remedy() -> None:
         verify([1, 2], torch.zeros(2, 11, dtype=torch.int64), [11, 11])
     with pytest.raises(CacheError, match="need a RowCache, got"):
         RowVerify(model_of(), object(), Options(), [9])
-    with pytest.raises(OptionsError, match="BloomForCausalLM.forward takes no position_ids"):
+    with pytest.raises(OptionsError, match=r"BloomForCausalLM\.forward takes no position_ids"):
         mask_kinds(build("bloom", "eager"))
     model = build("llama", "sdpa")
     model.config._attn_implementation = "flex_attention"
