@@ -279,8 +279,8 @@ def reading(methods: dict[str, dict[str, Any]]) -> str:
 
     share = sparse["prompts"][0]["kv_bytes_per_token"] / exact["prompts"][0]["kv_bytes_per_token"]
     return (
-        f"Reading: {lossless('exact')}, {lossless('audited')}; sparse reads {share:.0%} of exact's K and V on the source and keeps "
-        f"{sparse['tokens_identical']:.0%} of the tokens."
+        f"Reading: {lossless('exact')}, {lossless('audited')}; sparse reads {share:.0%} of exact's K and V on the source "
+        f"and keeps {sparse['tokens_identical']:.0%} of the tokens."
     )
 
 
@@ -289,7 +289,7 @@ def _print(console: Console, result: dict[str, Any], tokenizer: Any) -> None:
     for name in names[1:]:
         text = tokenizer.decode(result["text"][name], skip_special_tokens=True).strip().splitlines()
         console.print(f"[bold]{name}[/bold] {text[0][:100] if text else ''}", highlight=False)
-    table = Table(title="greedy decoding, five ways: tokens/s after the prefill, warmed up; K+V read per token of the source")
+    table = Table(title="greedy decoding, five ways", caption="tokens/s after the prefill; K+V: read per token of the source")
     table.add_column("", no_wrap=True)
     for column in ("same", "length", "tokens/s", "source", "short 1", "short 2", "K+V"):
         table.add_column(column, justify="right", no_wrap=True)
