@@ -14,8 +14,11 @@ if TYPE_CHECKING:
     from spec_compile.attachment import attach
     from spec_compile.calibrate import moe_calibrate
     from spec_compile.explainer import explain
+    from spec_compile.generation import GenerateOutput, generate
+    from spec_compile.metrics import DecodingMetrics
     from spec_compile.models.cache import VerifyCache
     from spec_compile.models.hooks import prepare, restore
+    from spec_compile.models.row_cache import RowCache
     from spec_compile.plan import AttentionPlan, AuditPlan, FfnPlan, MoeCalibration, MoePlan, SparsityPlan
     from spec_compile.report import RewriteReport
     from spec_compile.verify import VerifyFunction, compile_verify
@@ -24,24 +27,29 @@ if TYPE_CHECKING:
 _HOME = {
     "AttentionPlan": "spec_compile.plan",
     "AuditPlan": "spec_compile.plan",
+    "DecodingMetrics": "spec_compile.metrics",
     "FfnPlan": "spec_compile.plan",
+    "GenerateOutput": "spec_compile.generation",
     "MoeCalibration": "spec_compile.plan",
     "MoePlan": "spec_compile.plan",
     "SparsityPlan": "spec_compile.plan",
     "RewriteReport": "spec_compile.report",
+    "RowCache": "spec_compile.models.row_cache",
     "VerifyCache": "spec_compile.models.cache",
     "VerifyFunction": "spec_compile.verify",
     "attach": "spec_compile.attachment",
     "compile_verify": "spec_compile.verify",
     "explain": "spec_compile.explainer",
+    "generate": "spec_compile.generation",
     "moe_calibrate": "spec_compile.calibrate",
     "prepare": "spec_compile.models.hooks",
     "restore": "spec_compile.models.hooks",
 }
 
 __all__ = [
-    "AttentionPlan", "AuditPlan", "FfnPlan", "MoeCalibration", "MoePlan", "RewriteReport", "SparsityPlan", "VerifyCache",
-    "VerifyFunction", "__version__", "attach", "compile_verify", "explain", "moe_calibrate", "prepare", "restore",
+    "AttentionPlan", "AuditPlan", "DecodingMetrics", "FfnPlan", "GenerateOutput", "MoeCalibration", "MoePlan", "RewriteReport",
+    "RowCache", "SparsityPlan", "VerifyCache", "VerifyFunction", "__version__", "attach", "compile_verify", "explain",
+    "generate", "moe_calibrate", "prepare", "restore",
 ]  # fmt: skip
 
 

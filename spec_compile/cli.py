@@ -1,4 +1,4 @@
-"""Command line: ``spec-compile demo``, ``explain MODEL`` and ``calibrate MODEL``. Every command takes ``--json FILE``."""
+"""Command line: ``spec-compile demo``, ``generate``, ``explain`` and ``calibrate``. Every command takes ``--json FILE``."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from spec_compile import cli_generate
 from spec_compile._version import __version__
 from spec_compile.errors import SpecCompileError
 from spec_compile.files import write_whole
@@ -20,11 +21,11 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"spec-compile {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
 
-    demo = commands.add_parser("demo", help="decode real prompts with greedy, prompt lookup, and prompt lookup through us")
+    demo = commands.add_parser("demo", help="decode real prompts by transformers and by us: exact, sparse, audited")
     demo.add_argument(
         "--model", type=Path, help="model folder or GGUF file, or moe (small mixture); default SmolLM2-135M-Instruct"
     )
-    demo.add_argument("--new-tokens", type=int, default=96, help="tokens to generate per prompt (default 96)")
+    demo.add_argument("--new-tokens", type=int, default=64, help="tokens to generate per prompt (default 64)")
     demo.add_argument("--drafts", type=int, default=8, help="drafts per verify (default 8)")
     demo.add_argument("--source-tokens", type=int, default=3000, help="tokens of Python source to continue (default 3000)")
     demo.add_argument("--device", default="auto", help="cpu, cuda or auto (default): the GPU if there is one")
@@ -59,7 +60,10 @@ def build_parser() -> argparse.ArgumentParser:
     calibrate.add_argument("--limit-flips", type=float, default=0.05, help="share of top tokens that may change (default 0.05)")
     calibrate.add_argument("--force", action="store_true", help="save a plan past its limits, too")
 
-    for command in (demo, explain, calibrate):
+    generate = commands.add_parser("generate", help="decode prompts speculatively: exact, sparse by a plan, or audited")
+    cli_generate.add_arguments(generate)
+
+    for command in (demo, explain, calibrate, generate):
         command.add_argument("--json", type=Path, metavar="FILE", help="write the numbers that were printed")
     return parser
 
@@ -134,9 +138,12 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if args.json is not None and not args.json.resolve().parent.is_dir():
             raise SpecCompileError(f"--json {args.json}: no such folder")
-        result = {"demo": run_demo, "explain": run_explain, "calibrate": run_calibrate}[args.command](args)
+        runs = {"demo": run_demo, "explain": run_explain, "calibrate": run_calibrate, "generate": cli_generate.run}
+        result = runs[args.command](args)
         if args.json is not None:
             write_json(args.json, result)
+        if result.get("interrupted"):
+            raise KeyboardInterrupt
     except SpecCompileError as error:
         print(f"spec-compile: {error}", file=sys.stderr)
         return 1

@@ -1,4 +1,4 @@
-"""``spec-compile demo``: one real model, three real prompts, three ways to decode them, compared token by token."""
+"""``spec-compile demo``: one real model, three real prompts, five ways to decode them, compared token by token."""
 
 from __future__ import annotations
 
@@ -19,21 +19,43 @@ from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
 import spec_compile.report
+from spec_compile import generation
+from spec_compile.devices import choose_device
+from spec_compile.drafters import PromptLookup
 from spec_compile.errors import OptionsError
 from spec_compile.loading import load_model, smollm2_path, tiny_moe_path
-from spec_compile.models.cache import VerifyCache
+from spec_compile.models.row_cache import RowCache
+from spec_compile.plan import AttentionPlan, SparsityPlan
 
-METHODS = ("greedy", "prompt_lookup", "spec_compile")
-LABELS = {"greedy": "HF greedy", "prompt_lookup": "HF lookup", "spec_compile": "HF lookup + us"}
+METHODS = ("greedy", "prompt_lookup", "exact", "sparse", "audited")
+LABELS = {"greedy": "HF greedy", "prompt_lookup": "HF lookup", "exact": "exact", "sparse": "sparse", "audited": "audited"}
+# An eighth of the long prompt; the short ones are below the context from which a plan applies.
+PLAN = SparsityPlan(attention=AttentionPlan(budget=384, block_size=16, min_context=1024, index_topk_freq=2))
 
 
 @dataclass
 class Run:
-    """One generation: new tokens, time of each chunk's arrival, and chunk sizes (tokens per verify)."""
+    """One generation: new tokens, time of each chunk's arrival, and chunk sizes (tokens per verify); of ours, its metrics."""
 
     tokens: list[int] = field(default_factory=list)
     chunks: list[int] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
+    metrics: dict[str, Any] | None = None
+
+    @property
+    def speed(self) -> float | None:
+        """Tokens per second from the end of the prefill."""
+        if self.metrics is not None:
+            return self.metrics["total"]["tokens_per_second"]
+        return self.decoded / self.seconds if self.seconds else None
+
+    @property
+    def acceptance(self) -> tuple[int, int]:
+        """Tokens and the forwards of the target that judged them."""
+        if self.metrics is not None:
+            total = self.metrics["total"]
+            return total["accepted"] + total["steps"], total["steps"]
+        return sum(self.chunks), len(self.chunks)
 
     @property
     def seconds(self) -> float:
@@ -83,17 +105,18 @@ def demo_prompts(tokenizer: Any, source_tokens: int) -> list[tuple[str, Tensor]]
     return prompts
 
 
-def generate(model: Any, ids: Tensor, new_tokens: int, method: str, drafts: int, max_len: int) -> Run:
-    """Generate greedily with one of :data:`METHODS`; the model must be compiled for ``spec_compile`` already.
-
-    One ``max_len`` for all prompts: another cache length would be another graph.
-    """
-    extra: dict[str, Any] = {}
-    if method != "greedy":
-        extra["prompt_lookup_num_tokens"] = drafts
-    if method == "spec_compile":
-        extra["past_key_values"] = VerifyCache(model, max_len=max_len)
+def generate(model: Any, ids: Tensor, new_tokens: int, method: str, drafts: int, cache: Any = None) -> Run:
+    """Generate greedily with one of :data:`METHODS`; ``cache`` is the ``RowCache`` of our own."""
     run = Run()
+    if method in generation.MODES:
+        out = generation.generate(
+            model, ids, attention_mask=torch.ones_like(ids), drafter=PromptLookup(drafts), mode=method,
+            plan=None if method == "exact" else PLAN, max_new_tokens=new_tokens, cache=cache,
+            codegen="inductor" if model.device.type == "cuda" else "eager",
+        )  # fmt: skip
+        run.tokens, run.metrics = out.tokens[0], out.metrics.to_dict()
+        return run
+    extra = {"prompt_lookup_num_tokens": drafts} if method == "prompt_lookup" else {}
     out = model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False, streamer=Clock(run), **extra
     )
@@ -128,25 +151,6 @@ def compare(model: Any, ids: Tensor, expected: list[int], found: list[int]) -> d
     }
 
 
-def choose_device(name: str) -> torch.device:
-    """``cpu``, ``cuda`` (or ``cuda:1``), or ``auto``: the GPU if there is one.
-
-    Raises:
-        OptionsError: no such device here.
-    """
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        if device.type == "cuda":
-            torch.cuda.get_device_properties(device)
-    except (RuntimeError, AssertionError, ValueError) as error:
-        raise OptionsError(f"--device {name}: {str(error).splitlines()[0]}") from None
-    if device.type not in ("cpu", "cuda"):
-        raise OptionsError(f"--device {name}: only cpu and cuda are supported")
-    return device
-
-
 def run(model_path: Path | None, new_tokens: int, drafts: int, source_tokens: int, device_name: str = "auto") -> dict[str, Any]:
     """Run the demo, print the table, and return its numbers.
 
@@ -176,24 +180,20 @@ def run(model_path: Path | None, new_tokens: int, drafts: int, source_tokens: in
         model.to(device)
         model.generation_config.pad_token_id = model.generation_config.pad_token_id or tokenizer.eos_token_id
         prompts = [(name, ids.to(device)) for name, ids in demo_prompts(tokenizer, source_tokens)]
-        max_len = max(ids.shape[1] for _, ids in prompts) + new_tokens
-        steps = len(prompts) * (len(METHODS) + 1)
-        progress.update(task, total=steps)
+        cache = RowCache(model, max_len=max(ids.shape[1] for _, ids in prompts) + new_tokens)
+        known = len(spec_compile.report.history())
+        progress.update(task, total=len(prompts) * len(METHODS) + 2)
         runs: dict[str, list[Run]] = {}
-        for method in ("greedy", "prompt_lookup"):
+        for method in METHODS:
             runs[method] = []
+            if method in ("exact", "sparse"):
+                # Audited steps run the graphs of sparse ones.
+                progress.update(task, description=f"{LABELS[method]}: compiling")
+                generate(model, prompts[1][1], min(new_tokens, 24), method, drafts, cache)
+                progress.advance(task)
             for name, ids in prompts:
                 progress.update(task, description=f"{LABELS[method]}: {name}")
-                runs[method].append(generate(model, ids, new_tokens, method, drafts, max_len))
-                progress.advance(task)
-        known = len(spec_compile.report.history())
-        model.compile(backend="spec_compile")
-        for measured in (False, True):
-            runs["spec_compile"] = []
-            for name, ids in prompts:
-                doing = LABELS["spec_compile"] if measured else "compiling and warming up"
-                progress.update(task, description=f"{doing}: {name}")
-                runs["spec_compile"].append(generate(model, ids, new_tokens, "spec_compile", drafts, max_len))
+                runs[method].append(generate(model, ids, new_tokens, method, drafts, cache))
                 progress.advance(task)
     reports = spec_compile.report.history()[known:]
     result = _summarise(model, prompts, runs, reports)
@@ -207,23 +207,23 @@ def _summarise(model: Any, prompts: list[tuple[str, Tensor]], runs: dict[str, li
     methods = {}
     for method in METHODS:
         found = [compare(model, ids, a.tokens, b.tokens) for (_, ids), a, b in zip(prompts, runs["greedy"], runs[method])]
-        steps = sum(len(r.chunks) for r in runs[method])
-        seconds = sum(r.seconds for r in runs[method])
+        accepted = [r.acceptance for r in runs[method]]
+        timed = [r for r in runs[method] if r.speed]
         methods[method] = {
             "tokens_identical": sum(f["identical"] for f in found) / sum(f["total"] for f in found),
             "differences": [
                 {"prompt": name, **f["difference"]} for (name, _), f in zip(prompts, found) if f["difference"] is not None
             ],
-            "mean_acceptance_length": sum(sum(r.chunks) for r in runs[method]) / steps,
-            "tokens_per_second": sum(r.decoded for r in runs[method]) / seconds,
+            "mean_acceptance_length": sum(tokens for tokens, _ in accepted) / sum(steps for _, steps in accepted),
+            "tokens_per_second": sum(len(r.tokens) for r in timed) / sum(len(r.tokens) / r.speed for r in timed if r.speed),
+            **_ours([r.metrics for r in runs[method] if r.metrics is not None]),
             "prompts": [
                 {
-                    "name": name, "prompt_tokens": ids.shape[1], "new_tokens": len(r.tokens),
-                    "tokens_per_second": r.decoded / r.seconds if r.seconds else None,
-                    "mean_acceptance_length": sum(r.chunks) / len(r.chunks),
-                    "tokens_identical": f["identical"] / f["total"],
+                    "name": name, "prompt_tokens": ids.shape[1], "new_tokens": len(r.tokens), "tokens_per_second": r.speed,
+                    "mean_acceptance_length": tokens / steps, "tokens_identical": f["identical"] / f["total"],
+                    **_ours([r.metrics] if r.metrics is not None else []),
                 }
-                for (name, ids), r, f in zip(prompts, runs[method], found)
+                for (name, ids), r, (tokens, steps), f in zip(prompts, runs[method], accepted, found)
             ],
         }  # fmt: skip
     last = verify[-1] if verify else None
@@ -239,7 +239,8 @@ def _summarise(model: Any, prompts: list[tuple[str, Tensor]], runs: dict[str, li
         "refusals": sorted(
             {entry.reason for report in verify for entry in [*report.refused, *report.moes] if entry.status == "refused"}
         ),
-        "text": {name: runs["spec_compile"][i].tokens for i, (name, _) in enumerate(prompts)},
+        "plan": PLAN.to_dict(),
+        "text": {name: runs["exact"][i].tokens for i, (name, _) in enumerate(prompts)},
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
         "device": torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else "cpu",
@@ -247,21 +248,59 @@ def _summarise(model: Any, prompts: list[tuple[str, Tensor]], runs: dict[str, li
     }
 
 
+def _ours(metrics: list[dict[str, Any]]) -> dict[str, Any]:
+    """What our loop counts beyond tokens: bytes, audits."""
+    if not metrics:
+        return {}
+    audited = sum(m["total"]["audited_tokens"] for m in metrics)
+    agreed = sum((m["total"]["agreement"] or 0.0) * m["total"]["audited_tokens"] for m in metrics)
+    read = sum(m["kv_bytes"] for m in metrics)
+    return {
+        "kv_bytes": read,
+        "kv_bytes_per_token": read / sum(m["total"]["new_tokens"] for m in metrics),
+        "audits": sum(m["total"]["audits"] for m in metrics),
+        "agreement": agreed / audited if audited else None,
+    }
+
+
+def reading(methods: dict[str, dict[str, Any]]) -> str:
+    """The table in a sentence.
+
+    Args:
+        methods: the result's entry of that name.
+    """
+    base, sparse = methods["greedy"]["tokens_per_second"], methods["sparse"]
+    exact = methods["exact"]
+
+    def lossless(name: str) -> str:
+        m = methods[name]
+        kept = "all" if m["tokens_identical"] == 1 else f"{m['tokens_identical']:.1%}"
+        return f"{name} keeps {kept} of HF greedy's tokens at {m['tokens_per_second'] / base:.1f}x its speed"
+
+    share = sparse["prompts"][0]["kv_bytes_per_token"] / exact["prompts"][0]["kv_bytes_per_token"]
+    return (
+        f"Reading: {lossless('exact')}, {lossless('audited')}; sparse reads {share:.0%} of exact's K and V on the source "
+        f"and keeps {sparse['tokens_identical']:.0%} of the tokens."
+    )
+
+
 def _print(console: Console, result: dict[str, Any], tokenizer: Any) -> None:
     names = list(result["text"])
     for name in names[1:]:
         text = tokenizer.decode(result["text"][name], skip_special_tokens=True).strip().splitlines()
         console.print(f"[bold]{name}[/bold] {text[0][:100] if text else ''}", highlight=False)
-    table = Table(title="greedy decoding, three ways; tokens/s from the end of the prefill, after warm-up")
-    table.add_column("")
-    for column in ("same tokens", "acc. length", "tokens/s", "source", "short 1", "short 2"):
+    table = Table(title="greedy decoding, five ways", caption="tokens/s after the prefill; K+V: read per token of the source")
+    table.add_column("", no_wrap=True)
+    for column in ("same", "length", "tokens/s", "source", "short 1", "short 2", "K+V"):
         table.add_column(column, justify="right", no_wrap=True)
     for method in METHODS:
         m = result["methods"][method]
         cells = [f"{p['tokens_per_second']:.1f}" if p["tokens_per_second"] else "-" for p in m["prompts"]]
+        cells.append(f"{m['prompts'][0]['kv_bytes_per_token'] / 1e6:.1f} MB" if "kv_bytes" in m else "-")
         summary = (f"{m['tokens_identical']:.1%}", f"{m['mean_acceptance_length']:.2f}", f"{m['tokens_per_second']:.1f}")
         table.add_row(LABELS[method], *summary, *cells)
     console.print(table)
+    console.print(reading(result["methods"]), highlight=False)
     layers = f"{result['attention_layers_rewritten']} attention layers rewritten, {result['attention_layers_refused']} refused"
     if result["moe_layers_rewritten"] + result["moe_layers_refused"]:
         layers += f", {result['moe_layers_rewritten']} MoE layers rewritten, {result['moe_layers_refused']} refused"

@@ -265,17 +265,24 @@ class AuditPlan:
     """The lossless mode: sparse steps run ahead, one dense verify over the pending tokens checks them.
 
     Attributes:
-        window: pending tokens after which a dense verify audits; 2..32.
-        margin: top-1 logit margin below which a position forces an audit; None for none.
+        window: most pending tokens of a sequence, 2..32; an audit has 32 rows, so that 31 are in use at most.
+        margin: top-1 logit margin of a sparse step below which a token forces an audit; None for none.
+        adapt: end windows where the next sparse step is not worth its bytes by the agreement measured so far, and take dense
+            steps where none is; otherwise windows are filled.
+        cost: what such bytes are: ``all`` (weights and cache: the time of a step that is bound by memory) or ``kv`` (the cache
+            alone: where it lies in slower memory, or weights are shared by many sequences).
     """
 
     window: int = 32
     margin: float | None = None
+    adapt: bool = True
+    cost: str = "all"
 
     def __post_init__(self) -> None:
         _check_types(self, "audit.")
         _check(2 <= self.window <= 32, "audit.window", f"must lie in 2..32, got {self.window}")
         _check(self.margin is None or self.margin >= 0, "audit.margin", f"must not be negative, got {self.margin}")
+        _check(self.cost in ("all", "kv"), "audit.cost", f"must be 'all' or 'kv', got {self.cost!r}")
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,9 @@ device, where each step compares the newest summary with its keys (:func:`spec_c
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -82,6 +83,11 @@ class BlockSummaries:
         """After a step of ours: what was written until now is accounted for."""
         self._versions = self._now()
 
+    @property
+    def trusted(self) -> bool:
+        """Whether nobody else has written the caches since the last step."""
+        return bool(self._versions) and self._now() == self._versions
+
     def _now(self) -> list[int]:
         # Inference tensors have no version: whoever writes them goes unseen, so nothing is ever trusted.
         keys = [k for k in (held() for held in self._keys) if k is not None]
@@ -94,6 +100,16 @@ _summaries: Any = WeakIdKeyDictionary()
 def any_summaries() -> bool:
     """Whether any cache of this process has block summaries."""
     return bool(_summaries)
+
+
+@contextlib.contextmanager
+def keep_trust(keys: Sequence[Tensor]) -> Iterator[None]:
+    """Around a write of ``keys`` that touches no summarized block: whatever was trusted before is trusted afterwards."""
+    found = [one for k in keys for one in (_summaries.get(k) or {}).values()]
+    trusted = [one for one in found if one.trusted]
+    yield
+    for one in trusted:
+        one.trust()
 
 
 def _look_up(keys: Sequence[Tensor], members: Sequence[StateInput], valid: StateInput) -> BlockSummaries:

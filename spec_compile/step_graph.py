@@ -95,6 +95,15 @@ class StepGraph:
                 return self(input_ids, held)
         rows = input_ids.shape[1]
         self._fill(input_ids, rows)
+        logits = self.replay()
+        counted = getattr(self._cache, "host_length", None)
+        if counted is not None:
+            counted.tokens, counted.version = held + rows, self._lengths[0]._version
+        # The graph's own output is overwritten by the next step.
+        return (logits if rows == self.rows else logits[:, :rows]).clone()
+
+    def replay(self) -> Tensor:
+        """Run the step on what its buffers hold, captured anew where that is due; the graph's own output."""
         state = self._state_now()
         if self._graph is None or state != self._state or self._moved():
             self._capture(state)
@@ -107,11 +116,7 @@ class StepGraph:
             torch.autograd.graph.increment_version(self._keys)
         for found in self._summaries:
             found.trust()
-        counted = getattr(self._cache, "host_length", None)
-        if counted is not None:
-            counted.tokens, counted.version = held + rows, self._lengths[0]._version
-        # The graph's own output is overwritten by the next step.
-        return (self._logits if rows == self.rows else self._logits[:, :rows]).clone()
+        return self._logits
 
     def _state_now(self) -> tuple[Any, ...]:
         autocast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
@@ -219,12 +224,13 @@ class StepGraph:
 
 def why_not_captured(model: Any, cache: Any) -> str | None:
     """Reason why steps of this model over this cache cannot be captured, or None."""
-    from transformers.cache_utils import StaticLayer
+    from spec_compile.models.cache import StaticLayer
+    from spec_compile.models.row_cache import RowLayer
 
     layers = getattr(cache, "layers", None)
     if not layers:
         return f"{type(cache).__name__} has no layers of transformers' kind"
-    odd = next((type(layer).__name__ for layer in layers if type(layer) is not StaticLayer), None)
+    odd = next((type(layer).__name__ for layer in layers if type(layer) not in (StaticLayer, RowLayer)), None)
     if odd is not None:
         return f"a layer of kind {odd} may keep state on the host, which a replay would not see: use VerifyCache"
     if any(layer.cumulative_length.is_inference() for layer in layers):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import itertools
 import types
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +21,8 @@ from spec_compile.options import Options, disabled
 from spec_compile.plan import SparsityPlan
 from spec_compile.report import RewriteReport
 from spec_compile.step_graph import StepGraph, why_not_captured
+
+_numbers = itertools.count()
 
 
 def compile_verify(
@@ -281,8 +284,11 @@ def call_model(model: Any) -> Callable[..., Tensor]:
 
 
 def _with_own_code(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Dynamo's recompile limit counts per code object: functions for different models must not share one."""
-    return types.FunctionType(run.__code__.replace(), run.__globals__, run.__name__, run.__defaults__, run.__closure__)
+    """Dynamo's recompile limit counts per code object: functions for different models must not share one. Under one name they
+    would share what Dynamo has seen of sizes, and a second batch or cache length would become a symbol.
+    """
+    code = run.__code__.replace(co_name=f"{run.__name__}_{next(_numbers)}")
+    return types.FunctionType(code, run.__globals__, run.__name__, run.__defaults__, run.__closure__)
 
 
 def has_expert_loop(model: Any) -> bool:

@@ -1,0 +1,330 @@
+"""The lossless mode: sparse steps run ahead, one dense step over what they produced checks it.
+
+A dense step over the pending tokens is a verify step whose drafts are those tokens (and, behind them, what the drafter proposes
+next): it writes their K and V anew in the same slots, keeps the longest run that the dense model agrees with, and adds the dense
+model's own next token. Tokens are final, and streamed, only then. The idea of checking a sparse target by a dense one is that of
+TriForce (arXiv 2404.11912) and MagicDec (arXiv 2408.11049), whose drafts come from sparse attention alone; here drafts are judged
+by a sparse verify first, so that a dense read is spent on many steps' tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spec_compile.decode_loop import DecodingLoop, narrowed
+from spec_compile.drafters import Draft
+from spec_compile.plan import AuditPlan
+from spec_compile.row_verify import MOST_ROWS
+from spec_compile.sampling import Verdict
+
+# Logit margins that separate classes of tokens by how likely dense and sparse agree on them.
+_MARGINS = (0.25, 0.5, 1.0, 2.0, 4.0)
+# While sparse steps do not pay, one window is tried in so many dense steps.
+_PROBE = 32
+
+
+class AuditWindow:
+    """When to audit, from what was measured: agreement by margin, tokens a step, bytes of a sparse and of a dense step.
+
+    Sparse steps go on for as long as the next one is expected to bring more final tokens per byte than the best window brings on
+    average (the marginal value theorem); where the best window is none at all, steps are dense. Estimates are functions of tokens
+    alone, never of time, so that a seed gives the same run twice.
+
+    Args:
+        plan: ``window`` bounds the pending tokens of a sequence, ``margin`` forces an audit, ``adapt=False`` fills every window.
+    """
+
+    def __init__(self, plan: AuditPlan) -> None:
+        self.plan = plan
+        self.limit = min(plan.window, MOST_ROWS - 1)
+        # Prior: nine tokens of ten agree, from what plans of a sixth of the cache show on real text.
+        self._agreed, self._judged = 9.0, 10.0
+        self._classes = [[0.0, 0.0] for _ in range(len(_MARGINS) + 1)]
+        self._gain, self._steps = 2.0, 1.0
+        self.idle = 0
+
+    @property
+    def agreement(self) -> float:
+        """Estimated share of pending tokens that the dense model agrees with, given that it agreed with those before."""
+        return self._agreed / self._judged
+
+    @property
+    def gain(self) -> float:
+        """Estimated tokens of a sequence that a step adds."""
+        return self._gain / self._steps
+
+    def survives(self, margin: float | None) -> float:
+        """Probability that the dense model chooses a token that won by this margin of logits."""
+        if margin is None:
+            return self.agreement
+        agreed, judged = self._classes[bisect(_MARGINS, margin)]
+        return (agreed + 4 * self.agreement) / (judged + 4)
+
+    def saw_step(self, tokens: float) -> None:
+        """A step added so many tokens to a sequence, on average."""
+        self._gain, self._steps = 0.98 * self._gain + tokens, 0.98 * self._steps + 1
+
+    def saw_audit(self, margins: Sequence[float | None], agreed: int) -> None:
+        """The dense model agreed with the first ``agreed`` of the pending tokens of these margins; what follows is unknown."""
+        judged = min(agreed + 1, len(margins))
+        self._agreed, self._judged = 0.98 * self._agreed + agreed, 0.98 * self._judged + judged
+        for place, margin in enumerate(margins[:judged]):
+            if margin is not None:
+                found = self._classes[bisect(_MARGINS, margin)]
+                found[0], found[1] = 0.99 * found[0] + (place < agreed), 0.99 * found[1] + 1
+
+    def best_rate(self, sparse: float, dense: float) -> tuple[float, int]:
+        """Final tokens of a sequence per byte in the best window, and how many sparse steps that has."""
+        best, at = 0.0, 0
+        for steps in range(self.limit + 1):
+            pending = steps * self.gain
+            if steps and pending > self.limit:
+                break
+            rate = (self._run(pending) + 1 + self.agreement**pending * (self.gain - 1)) / (dense + steps * sparse)
+            if rate > best:
+                best, at = rate, steps
+        return best, at
+
+    def _run(self, tokens: float) -> float:
+        """Expected length of the run that agrees, of so many tokens."""
+        chance = self.agreement
+        return tokens if chance > 1 - 1e-9 else chance * (1 - chance**tokens) / (1 - chance)
+
+    def goes_on(self, alive: Sequence[float], pending: int, drafts: int, sparse: float, dense: float) -> bool:
+        """Whether another sparse step comes before the audit.
+
+        Args:
+            alive: of each sequence that goes on, the probability that all its pending tokens are agreed with.
+            pending: most pending tokens of a sequence.
+            drafts: most drafts of a step.
+            sparse, dense: bytes that such a step reads, for all sequences.
+        """
+        if not alive:
+            return False
+        # The next step's tokens must find room in the window, and in the rows of the audit.
+        if pending and pending + 1 + min(drafts, math.ceil(self.gain)) > self.limit:
+            return False
+        if not self.plan.adapt:
+            return True
+        if sparse >= dense:
+            return False
+        rate, steps = self.best_rate(sparse, dense)
+        if not pending:
+            self.idle = 0 if steps else self.idle + 1
+            return steps > 0 or self.idle % _PROBE == 0
+        chance = self.agreement**self.gain
+        # What the step adds is also taken from the drafts that the audit judges behind the pending tokens.
+        added = self._run(self.gain) - (1 - chance) * (self.gain - 1)
+        return sum(alive) * added / sparse > rate * len(alive)
+
+
+class AuditedLoop(DecodingLoop):
+    """A :class:`DecodingLoop` whose ``tokens`` hold pending ones behind the ``final`` ones of each sequence."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.final = list(self.prompt_lengths)
+        self.window = AuditWindow(self.plan.audit or AuditPlan())
+        self._pauses: list[bool] = [False] * len(self.tokens)
+        self._margins: list[list[float | None]] = [[] for _ in self.tokens]
+        self._alive = [1.0] * len(self.tokens)
+        self._proposals: list[list[Tensor]] = [[] for _ in self.tokens]
+        self._forced = False
+        self._dense_steps = 0
+
+    def pending(self, sequence: int) -> int:
+        """Tokens of a sequence that wait for an audit."""
+        return len(self.tokens[sequence]) - self.final[sequence]
+
+    def step(self) -> None:
+        running = [end is None for end in self.finish]
+        going = [on and not pause for on, pause in zip(running, self._pauses)]
+        pending = max(self.pending(i) for i in range(len(self.tokens)))
+        if not self._forced:
+            costs = self._costs(going)
+            alive = [chance for chance, on in zip(self._alive, going) if on]
+            if self.window.goes_on(alive, pending, self.drafter.max_drafts, *costs):
+                self._run_ahead(going, pending)
+                return
+        self._audit(running, pending)
+
+    def _costs(self, going: Sequence[bool]) -> tuple[float, float]:
+        """Bytes of a sparse and of a dense step."""
+        bytes_read, rows = self.step_bytes(), self.drafter.max_drafts + 1
+        starts = [held for held, on in zip(self.cache.lengths, going) if on]
+        weights = bytes_read.weights(rows * len(starts)) if self.window.plan.cost == "all" else 0
+        return weights + bytes_read.kv(starts, rows, True), weights + bytes_read.kv(starts, rows, False)
+
+    def _run_ahead(self, going: Sequence[bool], pending: int) -> None:
+        """A sparse step: what it keeps is pending."""
+        rooms = [self.stopping.room(i, len(row)) if on else 0 for i, (row, on) in enumerate(zip(self.tokens, going))]
+        # All that a window takes in must fit the rows of the audit.
+        draft = self.propose(min(max(rooms) - 1, self.window.limit - pending - 1), rooms)
+        sampled = self.sampler.do_sample
+        guard = self.window.plan.margin
+        verdict = self.judge(draft, going, True, margins=not sampled or guard is not None, keep_probs=sampled)
+        rows: list[Any] = [0] * len(self.tokens)
+        runs: list[list[int]] = [[] for _ in self.tokens]
+        for i, row in enumerate(self.tokens):
+            if not going[i]:
+                continue
+            run, end = self.stopping.cut(i, row, verdict.kept[i])
+            path = verdict.path[i]
+            rows[i] = len(run) if draft.parents is None else [0, *(index + 1 for index in path)][: len(run)]
+            runs[i], self._pauses[i] = run, end is not None
+            self.metrics.requests[i].judge(draft.depths[: draft.counts[i]], min(len(run), len(path)))
+            self._note(i, verdict, len(run))
+        self.cache.commit(rows)
+        for row, run in zip(self.tokens, runs):
+            row.extend(run)
+        self.window.saw_step(sum(map(len, runs)) / max(1, sum(going)))
+        with self.metrics.timed("draft"):
+            self.drafter.accept(runs, [min(len(run), len(path)) for run, path in zip(runs, verdict.path)])
+
+    def _note(self, i: int, verdict: Verdict, kept: int) -> None:
+        """Remember how sure the sparse model was of the tokens it kept."""
+        sampled, guard = self.sampler.do_sample, self.window.plan.margin
+        found: list[Any] = [None] * kept if verdict.margins is None else list(verdict.margins[i][:kept])
+        self._forced = self._forced or (guard is not None and any(margin < guard for margin in found))
+        for margin in found:
+            known = None if sampled else margin
+            self._margins[i].append(known)
+            self._alive[i] *= self.window.survives(known)
+        if verdict.probs is not None and sampled:
+            self._proposals[i] += list(verdict.probs[i, verdict.rows(i)[:kept]])
+
+    def _audit(self, running: Sequence[bool], pending: int) -> None:
+        """A dense step over pending tokens and the next drafts."""
+        counts = [self.pending(i) for i in range(len(self.tokens))]
+        draft = self._behind(running, pending)
+        tokens, widths = self._joined(draft, counts)
+        joined = Draft(tokens, widths, self._parents(draft, counts), self._proposed(draft, counts, tokens))
+        prefixes = [row[:end] for row, end in zip(self.tokens, self.final)]
+        self.cache.set_lengths(
+            [len(prefix) - 1 if on else held for prefix, on, held in zip(prefixes, running, self.cache.lengths)]
+        )
+        phase = "audit" if pending else "verify"
+        with self.metrics.timed(phase):
+            logits = self.verify(
+                [prefix[-1] for prefix in prefixes], tokens, [n if on else -1 for n, on in zip(widths, running)], joined.parents
+            )
+            verdict = self.sampler.verify(logits, joined, prefixes)
+        self.count("audit" if pending else "exact", tokens.shape[1] + 1, running, False)
+        rows: list[Any] = [0] * len(self.tokens)
+        runs: list[list[int]] = [[] for _ in self.tokens]
+        new: list[list[int]] = [[] for _ in self.tokens]
+        back, drafts, ends = [0] * len(self.tokens), [0] * len(self.tokens), list(self.finish)
+        for i, prefix in enumerate(prefixes):
+            if not running[i]:
+                continue
+            runs[i], ends[i] = self.stopping.cut(i, prefix, verdict.kept[i])
+            kept, path = len(runs[i]), verdict.path[i]
+            rows[i] = kept if joined.parents is None else [0, *(index + 1 for index in path)][:kept]
+            agreed = min(len(path), counts[i])
+            stays = min(agreed, kept)
+            back[i], drafts[i] = counts[i] - stays, max(0, min(kept, len(path)) - counts[i])
+            new[i] = runs[i][stays:]
+            self._count_audit(i, counts[i], agreed, draft, drafts[i])
+        self.cache.commit(rows)
+        with self.metrics.timed("draft"):
+            if any(back):
+                self.drafter.retract(back)
+        for i, on in enumerate(running):
+            if on:
+                del self.tokens[i][self.final[i] :]
+        self.append(runs, ends)
+        self.final = [len(row) for row in self.tokens]
+        with self.metrics.timed("draft"):
+            self.drafter.accept([run if end is None else [] for run, end in zip(new, ends)], drafts)
+        if not pending:
+            self._learn(running, new)
+        self._forget(pending)
+
+    def _behind(self, running: Sequence[bool], pending: int) -> Draft:
+        """Drafts to judge behind the pending tokens, none for sequences that pause."""
+        rooms = [
+            self.stopping.room(i, len(row)) if on and not pause else 0
+            for i, (row, on, pause) in enumerate(zip(self.tokens, running, self._pauses))
+        ]
+        draft = self.propose(min(max(rooms) - 1, self.verify.sizes[-1] - 1 - pending), rooms)
+        counts = [self.pending(i) for i, on in enumerate(running) if on]
+        drawn = self.sampler.do_sample and pending > 0
+        if draft.parents is not None and (len(set(counts)) > 1 or drawn):
+            # One tree shape serves all sequences; behind runs of unequal length it would be several. And trees are judged given
+            # their tokens, which keeps fewer of those that were drawn.
+            return narrowed(draft, [0] * len(self.tokens))
+        return draft
+
+    def _joined(self, draft: Draft, counts: Sequence[int]) -> tuple[Tensor, list[int]]:
+        """Pending tokens and drafts in one tensor ``[B, N]``, and how many each sequence has."""
+        if not any(counts):
+            return draft.tokens, list(draft.counts)
+        widths = [pending + drafts for pending, drafts in zip(counts, draft.counts)]
+        tokens = torch.zeros(len(counts), max(widths), dtype=torch.int64)
+        for i, pending in enumerate(counts):
+            tokens[i, :pending] = torch.tensor(self.tokens[i][self.final[i] :])
+        tokens = tokens.to(draft.tokens.device)
+        for i, (pending, width) in enumerate(zip(counts, widths)):
+            tokens[i, pending:width] = draft.tokens[i, : width - pending]
+        return tokens, widths
+
+    def _parents(self, draft: Draft, counts: Sequence[int]) -> list[int] | None:
+        if draft.parents is None:
+            return None
+        pending = max(counts)
+        return [*range(-1, pending - 1), *(parent + pending for parent in draft.parents)]
+
+    def _proposed(self, draft: Draft, counts: Sequence[int], tokens: Tensor) -> Tensor | None:
+        """Distributions that pending tokens were drawn from, and drafts behind them; None where nothing was drawn."""
+        drawn = next((one for row in self._proposals for one in row), None)
+        if drawn is None or not self.sampler.do_sample:
+            return draft.probs if not any(counts) else None
+        vocabulary = drawn.shape[-1]
+        # Drafts that were chosen without chance are drawn from a distribution that holds nothing else.
+        probs = torch.nn.functional.one_hot(tokens.to(drawn.device), vocabulary).float()
+        for i, pending in enumerate(counts):
+            if pending:
+                probs[i, :pending] = torch.stack(self._proposals[i])
+            if draft.probs is not None:
+                probs[i, pending : pending + draft.counts[i]] = draft.probs[i, : draft.counts[i]].to(probs.device)
+        return probs
+
+    def _count_audit(self, i: int, pending: int, agreed: int, draft: Draft, accepted: int) -> None:
+        request = self.metrics.requests[i]
+        if agreed == pending and not self._pauses[i]:
+            request.judge(draft.depths[: draft.counts[i]], accepted)
+        if pending:
+            request.audits += 1
+            request.audited += pending
+            request.agreed += agreed
+            self.window.saw_audit(self._margins[i], agreed)
+
+    def _forget(self, pending: int) -> None:
+        self._pauses = [False] * len(self.tokens)
+        self._margins = [[] for _ in self.tokens]
+        self._proposals = [[] for _ in self.tokens]
+        self._alive = [1.0] * len(self.tokens)
+        self._forced = False
+        if not pending:
+            self._dense_steps += 1
+
+    def _learn(self, running: Sequence[bool], new: Sequence[Sequence[int]]) -> None:
+        """A dense step without pending tokens tells what a step adds, as sparse ones do."""
+        self.window.saw_step(sum(map(len, new)) / max(1, sum(running)))
+
+    def finish_metrics(self, seconds: float) -> None:
+        # What no audit has seen is not part of the result.
+        for row, end in zip(self.tokens, self.final):
+            del row[end:]
+        super().finish_metrics(seconds)
+        if self._dense_steps:
+            self.metrics.notes.append(
+                f"{self._dense_steps} of {sum(self.metrics.forwards.values())} steps were dense without a sparse one before: "
+                f"estimated agreement {self.window.agreement:.2f}, {self.window.gain:.1f} tokens a step"
+            )

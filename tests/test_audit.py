@@ -1,0 +1,220 @@
+"""Audited decoding: the dense model's tokens, whatever the sparse steps say, and windows that follow what was measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", minversion="5.17")
+
+import spec_compile as sc
+from spec_compile.audit import AuditWindow
+from spec_compile.drafters import PromptLookup, Scripted
+from spec_compile.errors import PlanError
+from spec_compile.models.zoo import VOCAB, build
+from spec_compile.plan import AuditPlan
+
+NEW = 32
+LENGTHS = (90, 7, 41, 66)
+# A fifth of the longest prompts: random models disagree with their sparse selves most of the time.
+PLAN = sc.SparsityPlan(attention=sc.AttentionPlan(budget=16, block_size=8, recent=1, index_topk_freq=2))
+# Nearly everything: most tokens agree, so that windows fill and are accepted.
+MILD = sc.SparsityPlan(attention=sc.AttentionPlan(budget=0.8, block_size=8, recent=1))
+
+
+@pytest.fixture(autouse=True)
+def _switched_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SPEC_COMPILE_DISABLE", raising=False)
+
+
+@functools.cache
+def model() -> Any:
+    made = build("llama", "sdpa")
+    made.generation_config.eos_token_id = None
+    made.generation_config.pad_token_id = 0
+    return made
+
+
+@functools.cache
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(3, VOCAB, (7,), generator=generator).repeat(13)[:size].tolist() for size in LENGTHS]
+
+
+@functools.cache
+def greedy() -> list[list[int]]:
+    """transformers' own greedy tokens."""
+    found = []
+    for prompt in prompts():
+        ids = torch.tensor([prompt])
+        out = model().generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False)
+        found.append(out[0, len(prompt) :].tolist())
+    return found
+
+
+def audited(plan: sc.SparsityPlan = PLAN, rows: Any = None, audit: AuditPlan | None = None, **more: Any) -> sc.GenerateOutput:
+    plan = dataclasses.replace(plan, audit=audit)
+    given = prompts() if rows is None else rows
+    return sc.generate(model(), given, **{"mode": "audited", "plan": plan, "max_new_tokens": NEW, "codegen": "eager", **more})
+
+
+@pytest.mark.parametrize(
+    "audit",
+    [AuditPlan(adapt=False), AuditPlan(window=2, adapt=False), AuditPlan(margin=0.5, adapt=False), AuditPlan(cost="kv"), None],
+    ids=["whole windows", "windows of 2", "margin", "by kv bytes", "by all bytes"],
+)
+def test_greedy_tokens_are_those_of_the_model(audit: AuditPlan | None) -> None:
+    out = audited(audit=audit)
+    assert out.tokens == greedy()
+    metrics = out.metrics.to_dict()
+    assert metrics["forwards"]["sparse"] > 0
+    assert metrics["total"]["agreement"] < 0.9
+    assert metrics["density"] < 1
+    for request in metrics["requests"]:
+        assert request["audits"] == 0 or request["audited_tokens"] >= request["audits"]
+
+
+def test_a_mild_plan_fills_windows() -> None:
+    out = audited(MILD, audit=AuditPlan(window=8, adapt=False))
+    assert out.tokens == greedy()
+    metrics = out.metrics.to_dict()
+    assert metrics["total"]["agreement"] > 0.5
+    assert metrics["forwards"]["audit"] < metrics["forwards"]["sparse"]
+    assert metrics["forwards"]["exact"] <= 1
+
+
+@pytest.mark.parametrize("drafter", [PromptLookup(max_drafts=4, branches=2), Scripted(lambda tokens: [], max_drafts=1)])
+def test_trees_and_no_drafts_at_all(drafter: Any) -> None:
+    few = prompts()[:1] * 4
+    assert audited(rows=few, drafter=drafter, audit=AuditPlan(window=6, adapt=False)).tokens == greedy()[:1] * 4
+    assert audited(drafter=drafter, audit=AuditPlan(window=6, adapt=False)).tokens == greedy()
+
+
+def test_ends_inside_a_window() -> None:
+    """An end token of the sparse model pauses its row until the dense model agrees; one that only the dense model has counts."""
+    ends = [greedy()[0][5], greedy()[2][20]]
+    for plan in (PLAN, MILD):
+        out = audited(plan, eos_token_id=ends, audit=AuditPlan(window=9, adapt=False))
+        for found, wanted in zip(out.tokens, greedy()):
+            stops = [i for i, token in enumerate(wanted) if token in ends]
+            assert found == (wanted[: stops[0] + 1] if stops else wanted)
+
+
+def test_a_least_length_is_audited_too() -> None:
+    prompt, end = prompts()[0], greedy()[0][2]
+    ids = torch.tensor([prompt])
+    wanted = (
+        model()
+        .generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, min_new_tokens=9, do_sample=False, eos_token_id=end
+        )[0, len(prompt) :]
+        .tolist()
+    )
+    out = audited(rows=[prompt] * 4, eos_token_id=end, min_new_tokens=9, audit=AuditPlan(window=5, adapt=False))
+    assert out.tokens == [wanted] * 4
+
+
+def test_an_interruption_returns_audited_tokens_only() -> None:
+    steps = iter(range(11))
+
+    def drafts(tokens: Sequence[int]) -> Sequence[int]:
+        if next(steps, None) is None:
+            raise KeyboardInterrupt
+        return []
+
+    out = audited(MILD, drafter=Scripted(drafts, max_drafts=1), audit=AuditPlan(window=4, adapt=False))
+    assert out.metrics.interrupted
+    assert all(found == wanted[: len(found)] for found, wanted in zip(out.tokens, greedy()))
+    assert all(request.new_tokens == len(found) for request, found in zip(out.metrics.requests, out.tokens))
+
+
+def test_sampling_follows_its_seed() -> None:
+    runs = [
+        audited(MILD, do_sample=True, temperature=1.3, seed=seed, audit=AuditPlan(window=6, adapt=False)).tokens
+        for seed in (3, 3, 4)
+    ]
+    assert runs[0] == runs[1] != runs[2]
+
+
+def test_sampled_tokens_keep_the_models_distribution() -> None:
+    """The second token, whose sparse proposal differs: frequencies within chance of the dense model's (chi-square, 1e-4)."""
+    prompt, count = prompts()[0], 400
+    cool = {"do_sample": True, "temperature": 4.0, "top_k": 4}
+    with torch.no_grad():
+        logits = model()(input_ids=torch.tensor([prompt])).logits[0, -1]
+    first = logits.topk(4).indices
+    shares = (logits[first] / 4.0).softmax(-1)
+    pairs: dict[tuple[int, int], float] = {}
+    for token, share in zip(first.tolist(), shares.tolist()):
+        with torch.no_grad():
+            after = model()(input_ids=torch.tensor([[*prompt, token]])).logits[0, -1]
+        top = after.topk(4)
+        for second, chance in zip(top.indices.tolist(), (top.values / 4.0).softmax(-1).tolist()):
+            pairs[token, second] = share * chance
+    seen: dict[tuple[int, int], int] = {}
+    for batch in range(count // 4):
+        out = audited(
+            rows=[prompt] * 4, max_new_tokens=3, seed=batch, drafter=Scripted(lambda tokens: [5], max_drafts=1),
+            audit=AuditPlan(window=3, adapt=False), **cool,
+        )  # fmt: skip
+        for row in out.tokens:
+            seen[row[0], row[1]] = seen.get((row[0], row[1]), 0) + 1
+    assert set(seen) <= set(pairs)
+    chi = sum((seen.get(pair, 0) - count * share) ** 2 / (count * share) for pair, share in pairs.items())
+    # 15 degrees of freedom.
+    assert chi < 44.3
+
+
+def test_the_same_length_of_text_needs_fewer_audits_where_more_agrees() -> None:
+    window = AuditWindow(AuditPlan())
+    for _ in range(40):
+        window.saw_step(2)
+        window.saw_audit([3.0] * 10, 10)
+    careful = AuditWindow(AuditPlan())
+    for _ in range(40):
+        careful.saw_step(2)
+        careful.saw_audit([3.0] * 10, 2)
+    assert window.agreement > 0.95 > 0.75 > careful.agreement
+    assert window.best_rate(0.3, 1.0)[1] > careful.best_rate(0.3, 1.0)[1] >= 1
+    assert window.best_rate(0.3, 1.0)[0] > careful.best_rate(0.3, 1.0)[0] > window.gain / 1.0 * 0.9
+
+
+def test_windows_end_at_tokens_that_seldom_agree() -> None:
+    window = AuditWindow(AuditPlan())
+    for _ in range(60):
+        window.saw_step(2)
+        window.saw_audit([5.0, 5.0, 5.0, 0.1], 3)
+    sure, unsure = window.survives(5.0), window.survives(0.1)
+    assert sure > 0.9 and unsure < 0.4
+    assert window.goes_on([sure**2], 2, 8, 0.25, 1.0)
+    assert not window.goes_on([sure * unsure], 2, 8, 0.25, 1.0)
+
+
+def test_sparse_steps_are_dropped_where_they_do_not_pay_and_tried_again() -> None:
+    window = AuditWindow(AuditPlan())
+    for _ in range(60):
+        window.saw_step(4)
+        window.saw_audit([1.0] * 4, 0)
+    choices = [window.goes_on([1.0], 0, 8, 0.9, 1.0) for _ in range(96)]
+    assert sum(choices) == 3
+    assert not window.goes_on([1.0], 0, 8, 1.0, 1.0)
+    assert AuditWindow(AuditPlan()).goes_on([1.0], 0, 8, 0.2, 1.0)
+
+
+@pytest.mark.parametrize("pending", [0, 5, 28, 31])
+def test_a_window_never_outgrows_the_rows_of_an_audit(pending: int) -> None:
+    window = AuditWindow(AuditPlan(window=32, adapt=False))
+    goes_on = window.goes_on([1.0], pending, 8, 0.2, 1.0)
+    assert goes_on == (pending < 29)
+    assert not window.goes_on([], 0, 8, 0.2, 1.0)
+
+
+def test_a_plan_says_what_is_wrong_with_its_audit() -> None:
+    with pytest.raises(PlanError, match=r"plan.audit.cost: must be 'all' or 'kv', got 'time'"):
+        AuditPlan(cost="time")
+    assert sc.SparsityPlan.from_dict({"audit": {"cost": "kv", "adapt": False}}).audit == AuditPlan(cost="kv", adapt=False)

@@ -1,0 +1,126 @@
+"""The decoding loop on a CUDA device: captured steps give the model's tokens, and nothing is captured or compiled twice."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import spec_compile as sc
+from spec_compile.drafters import PromptLookup, Scripted
+from spec_compile.models import zoo
+from spec_compile.row_verify import CapturedRows
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+NEW = 40
+LENGTHS = (300, 7, 1, 129)
+PLAN = sc.SparsityPlan(
+    attention=sc.AttentionPlan(budget=64, block_size=16, recent=1, index_topk_freq=2),
+    audit=sc.AuditPlan(window=8, adapt=False),
+)
+
+
+@pytest.fixture(autouse=True)
+def no_tf32() -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+
+@functools.cache
+def model_of(name: str = "llama") -> Any:
+    model: Any = zoo.build(name, "sdpa").cuda()
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+@functools.cache
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(3, zoo.VOCAB, (7,), generator=generator).repeat(43)[:size].tolist() for size in LENGTHS]
+
+
+@functools.cache
+def greedy(name: str = "llama") -> list[list[int]]:
+    found = []
+    for prompt in prompts():
+        ids = torch.tensor([prompt], device="cuda")
+        out = model_of(name).generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False)
+        found.append(out[0, len(prompt) :].tolist())
+    return found
+
+
+def oracle(name: str = "llama") -> Scripted:
+    """The true continuation, wrong from the third draft on."""
+    known = [[*prompt, *tokens] for prompt, tokens in zip(prompts(), greedy(name))]
+
+    def drafts(tokens: Sequence[int]) -> list[int]:
+        text = next(text for text in known if text[: len(tokens)] == list(tokens))
+        return [token if i < 2 else (token + 1) % zoo.VOCAB for i, token in enumerate(text[len(tokens) : len(tokens) + 5])]
+
+    return Scripted(drafts, max_drafts=5)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
+def test_captured_steps_give_the_models_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    captures: list[int] = []
+    capture = CapturedRows._capture
+    monkeypatch.setattr(CapturedRows, "_capture", lambda self, state: (captures.append(self.rows), capture(self, state))[1])
+    out = sc.generate(model_of(name), prompts(), drafter=oracle(name), max_new_tokens=NEW)
+    assert out.tokens == greedy(name)
+    assert captures == [6]
+    assert out.metrics.to_dict()["total"]["mean_acceptance_length"] > 2.5
+    assert out.report is not None and len(out.report.rewritten) == 2
+
+
+def test_one_row_equals_the_batch_and_uncaptured_steps() -> None:
+    for captured in (True, False):
+        out = sc.generate(model_of(), [prompts()[0]], drafter=oracle(), max_new_tokens=NEW, cudagraphs=captured)
+        assert out.tokens == greedy()[:1]
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_audited_tokens_are_the_models(batch: int) -> None:
+    rows = prompts()[:batch]
+    out = sc.generate(model_of(), rows, drafter=oracle(), plan=PLAN, mode="audited", max_new_tokens=NEW)
+    assert out.tokens == greedy()[:batch]
+    assert out.metrics.forwards["sparse"] > 0 and out.metrics.forwards["audit"] > 0
+    assert out.metrics.density is not None and out.metrics.density < 1
+
+
+def test_trees_move_their_paths_between_captured_steps() -> None:
+    out = sc.generate(model_of(), prompts(), drafter=PromptLookup(max_drafts=6, branches=3), max_new_tokens=NEW)
+    assert out.tokens == greedy()
+
+
+def test_sampling_follows_its_seed() -> None:
+    runs = [
+        sc.generate(model_of(), prompts(), do_sample=True, seed=seed, plan=PLAN, mode="audited", max_new_tokens=NEW).tokens
+        for seed in (1, 1, 2)
+    ]
+    assert runs[0] == runs[1] != runs[2]
+
+
+def test_a_cache_is_used_again_without_a_second_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = sc.RowCache(model_of(), 512, batch=4)
+    first = sc.generate(model_of(), prompts(), drafter=oracle(), max_new_tokens=NEW, cache=cache)
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    monkeypatch.setattr(CapturedRows, "_capture", lambda *args: pytest.fail("captured again"))
+    again = sc.generate(model_of(), prompts(), drafter=oracle(), max_new_tokens=NEW, cache=cache)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before
+    assert first.tokens == again.tokens == greedy()
+
+
+def test_one_transfer_a_step() -> None:
+    """Of a chain in greedy decoding: the verdict; everything else goes to the device without waiting for it."""
+    model = model_of()
+    sc.generate(model, prompts(), drafter=oracle(), max_new_tokens=NEW)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]) as found:
+        out = sc.generate(model, prompts(), drafter=oracle(), max_new_tokens=NEW)
+    down = sum(event.count for event in found.key_averages() if "Memcpy DtoH" in event.key)
+    steps = sum(out.metrics.forwards.values())
+    # Besides the steps: the capture of the new cache's graph, and nothing that grows with the steps.
+    assert down <= steps + 8
