@@ -64,9 +64,11 @@ def tokens(rows: int, seed: int, device: str = "cpu") -> Tensor:
 @torch.no_grad()
 def model_and_cache(device: str = "cpu") -> tuple[Decoder, DecoderCache]:
     torch.manual_seed(0)
-    model = Decoder(CONFIG).eval().requires_grad_(False)
+    model = Decoder(CONFIG).eval()
     model.blocks = nn.ModuleList(MixtureBlock(block) for block in model.blocks)
-    model, cache = model.to(device).requires_grad_(False), DecoderCache(CONFIG, 64).to(device)
+    model.requires_grad_(False).to(device)
+    with torch.device(device):  # buffers that are moved lose their static marks
+        cache = DecoderCache(CONFIG, 64)
     model(tokens(PREFILL, 0, device), cache=cache)
     return model, cache
 
