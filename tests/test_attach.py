@@ -138,7 +138,7 @@ def test_hidden_states() -> None:
         torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("family, attention, prepared", [("opt", "sdpa", False), ("gpt_oss", "eager", True)])
+@pytest.mark.parametrize("family, attention, prepared", [("opt", "sdpa", False), ("llama", "sdpa", True)])
 def test_families(family: str, attention: str, prepared: bool) -> None:
     model, ids = ready(family, attention), prompt(40)
     expected = generate(model, ids)
@@ -369,19 +369,15 @@ def test_attach_twice_detach_twice() -> None:
     eager(model).detach()
 
 
-def test_detached_after_an_exception_inside_a_verify() -> None:
-    model, ids = ready(), prompt(50)
+def test_detached_after_an_interruption() -> None:
+    model = ready()
 
-    class Full(Exception):
-        pass
-
-    def fail(report: Any) -> None:
-        raise Full
+    def interrupt(report: Any) -> None:
+        raise KeyboardInterrupt
 
     own = model.forward
-    with pytest.raises(Exception) as caught, eager(model, on_report=fail):
-        generate(model, ids, prompt_lookup_num_tokens=8)
-    assert isinstance(caught.value, Full) or isinstance(getattr(caught.value, "inner_exception", None), Full)
+    with pytest.raises(KeyboardInterrupt), eager(model, on_report=interrupt):
+        generate(model, prompt(50), prompt_lookup_num_tokens=8)
     assert model.forward == own and "forward" not in model.__dict__
 
 
@@ -455,12 +451,11 @@ def test_threads() -> None:
 
 
 def test_tracing_goes_past_attach() -> None:
-    """transformers compiles the model's call itself where it decodes over a static cache; export and explain trace it, too."""
+    """transformers compiles the model's call itself where it decodes over a static cache on CUDA."""
     model, ids = ready(), prompt(5)
     with torch.no_grad(), eager(model) as handle:
         traced = torch.compile(model.__call__, backend="eager", fullgraph=True)
         assert torch.equal(traced(ids).logits, model.forward.__wrapped__(ids).logits)
-        assert len(sc.explain(model, handle.new_cache(max_len=32), draft_len=3).rewritten) == 2
     assert handle.counters.passed_through == {}
 
 
@@ -544,13 +539,12 @@ def test_captured_steps_stand_in_for_plain_calls_only(monkeypatch: pytest.Monkey
     model, ids = ready(), prompt(50)
     expected = generate(model, ids, return_dict_in_generate=True, prompt_lookup_num_tokens=8)
     with eager(model, cudagraphs=True, draft_len=4) as handle:
-        for _ in range(2):
-            cache = handle.new_cache(max_len=100)
-            found = generate(model, ids, return_dict_in_generate=True, prompt_lookup_num_tokens=8, past_key_values=cache)
-            assert torch.equal(found.sequences, expected.sequences) and found.past_key_values is cache
+        cache = handle.new_cache(max_len=100)
+        found = generate(model, ids, return_dict_in_generate=True, prompt_lookup_num_tokens=8, past_key_values=cache)
+        assert torch.equal(found.sequences, expected.sequences) and found.past_key_values is cache
         counters = handle.counters
         # Longer runs of drafts, and the first call of all, ran uncaptured.
-        assert 0 < counters.captured < counters.verify and Step.made == 2
+        assert 0 < counters.captured < counters.verify and Step.made == 1
         before = counters.captured
         with torch.no_grad():
             model(torch.tensor([[5, 6]]), past_key_values=cache, position_ids=torch.tensor([[7, 8]]))
@@ -626,7 +620,8 @@ def test_case_06_ragged_batch_with_left_padding() -> None:
 
 @pytest.mark.parametrize("family, attention", [("gemma2", "eager"), ("gemma3", "sdpa")])
 def test_case_11_windows_and_crops(family: str, attention: str) -> None:
-    model = ready(family, attention, sliding_window=8)
+    layers = ["sliding_attention", "full_attention"]
+    model = ready(family, attention, sliding_window=8, num_hidden_layers=2, layer_types=layers)
     with eager(model) as handle:
         for length in (6, 7, 8, 9, 40):
             ids = prompt(length)
