@@ -54,7 +54,8 @@ class CallReader:
         Raises:
             CacheError: the cache is a ``VerifyCache`` made for another batch.
         """
-        ids, cache = given.get("input_ids"), given.get("past_key_values")
+        ids: Any = given.get("input_ids")
+        cache: Any = given.get("past_key_values")
         if isinstance(ids, Tensor) and hasattr(cache, "require_room") and cache.layers[0].keys.shape[0] != ids.shape[0]:
             raise CacheError(
                 f"the cache was made for batch {cache.layers[0].keys.shape[0]}, the call has {ids.shape[0]} sequences (beams "

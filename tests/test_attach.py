@@ -22,6 +22,8 @@ from spec_compile.errors import CacheError, OptionsError, PlanError, StrictError
 from spec_compile.models import zoo
 
 NEW_TOKENS = 40
+# Where depth does not matter: half the time to trace.
+SHALLOW = {"num_hidden_layers": 1}
 PREFILL = "prefill: more than 32 rows"
 
 
@@ -128,7 +130,7 @@ def test_assisted_generation_options() -> None:
 
 
 def test_hidden_states() -> None:
-    model, ids = ready(), torch.tensor([[5, 6, 7]])
+    model, ids = ready(**SHALLOW), torch.tensor([[5, 6, 7]])
     with torch.no_grad(), eager(model) as handle:
         ours, theirs = filled(model, handle.new_cache(max_len=60)), filled(model, handle.new_cache(max_len=60))
         expected = model.forward.__wrapped__(ids, past_key_values=theirs, output_hidden_states=True)
@@ -246,7 +248,7 @@ def test_an_expert_loop_passes_through_with_the_remedy() -> None:
 
 
 def test_past_the_recompile_limit_calls_pass_through() -> None:
-    model, ids = ready(), prompt(50)
+    model, ids = ready(**SHALLOW), prompt(50)
     expected = generate(model, ids)
     with torch._dynamo.config.patch(recompile_limit=1), eager(model) as handle:
         found = generate(model, ids, prompt_lookup_num_tokens=8, past_key_values=handle.new_cache(max_len=100))
@@ -370,7 +372,7 @@ def test_attach_twice_detach_twice() -> None:
 
 
 def test_detached_after_an_interruption() -> None:
-    model = ready()
+    model = ready(**SHALLOW)
 
     def interrupt(report: Any) -> None:
         raise KeyboardInterrupt
@@ -417,7 +419,7 @@ def test_a_forward_replaced_after_attach_stays(caplog: pytest.LogCaptureFixture)
 
 
 def test_threads() -> None:
-    model, ids = ready(), prompt(50)
+    model, ids = ready(**SHALLOW), prompt(50)
     expected = generate(model, ids)
     handles: list[Any] = []
     refused: list[OptionsError] = []
@@ -536,7 +538,7 @@ def test_captured_steps_stand_in_for_plain_calls_only(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(attach_capture, "StepGraph", Step)
     monkeypatch.setattr(attach_capture, "why_not_captured", lambda model, cache: None)
-    model, ids = ready(), prompt(50)
+    model, ids = ready(**SHALLOW), prompt(50)
     expected = generate(model, ids, return_dict_in_generate=True, prompt_lookup_num_tokens=8)
     with eager(model, cudagraphs=True, draft_len=4) as handle:
         cache = handle.new_cache(max_len=100)
@@ -635,7 +637,7 @@ def test_case_11_windows_and_crops(family: str, attention: str) -> None:
 
 
 def test_case_14_outputs_survive_the_next_steps() -> None:
-    model = ready()
+    model = ready(**SHALLOW)
     with torch.no_grad(), eager(model, cudagraphs=True) as handle:
         for cache in (filled(model, handle.new_cache(max_len=120)), filled(model, DynamicCache(config=model.config))):
             held, copies = [], []
@@ -648,7 +650,7 @@ def test_case_14_outputs_survive_the_next_steps() -> None:
 
 
 def test_case_25_no_recompile_storm() -> None:
-    model = ready(max_position_embeddings=2048)
+    model = ready(max_position_embeddings=2048, **SHALLOW)
     with torch.no_grad(), eager(model, strict=True) as handle:
         for batch in (1, 2, 1):
             cache = handle.new_cache(max_len=1024, batch=batch)
@@ -678,7 +680,7 @@ class Streamed:
 def test_case_30_ends_inside_an_accepted_run(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.generation.candidate_generator import CandidateGenerator
 
-    model, ids = ready(), prompt(50)
+    model, ids = ready(**SHALLOW), prompt(50)
     whole = generate(model, ids)[0]
 
     class Oracle(CandidateGenerator):
