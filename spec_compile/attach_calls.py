@@ -72,7 +72,7 @@ class CallReader:
         if self._depth_now() != self._depth:
             return "draft: only the first layers run (early exit)"
         if not 1 <= ids.shape[1] <= self._max_q_len:
-            return f"prefill: more than {self._max_q_len} rows"
+            return f"more than {self._max_q_len} rows: a prompt, or more drafts than max_q_len allows"
         if int(cache.get_seq_length()) == 0:
             return "prefill: the cache is empty"
         keep = given.get("logits_to_keep")

@@ -17,6 +17,7 @@ from transformers import DynamicCache
 
 import spec_compile as sc
 from spec_compile import attach_capture
+from spec_compile.attach_calls import cache_kind
 from spec_compile.attach_capture import is_plain_step, mask_windows
 from spec_compile.errors import CacheError, OptionsError, PlanError, StrictError
 from spec_compile.models import zoo
@@ -24,7 +25,7 @@ from spec_compile.models import zoo
 NEW_TOKENS = 40
 # Where depth does not matter: half the time to trace.
 SHALLOW = {"num_hidden_layers": 1}
-PREFILL = "prefill: more than 32 rows"
+PREFILL = "more than 32 rows: a prompt, or more drafts than max_q_len allows"
 
 
 def ready(family: str = "llama", attention: str = "sdpa", **overrides: Any) -> Any:
@@ -183,12 +184,6 @@ def sliding(model: Any, handle: Any) -> dict[str, Any]:
     return {"past_key_values": filled(model, DynamicCache(config=ready("mistral").config))}
 
 
-def offloaded(model: Any, handle: Any) -> dict[str, Any]:
-    cache = filled(model, DynamicCache(config=model.config))
-    cache.offloading = True
-    return {"past_key_values": cache}
-
-
 REFUSALS: dict[str, tuple[str, Callable[[Any, Any], dict[str, Any]]]] = {
     "window": ("layers of kind DynamicSlidingWindowLayer", sliding),
     "attentions": ("output_attentions asks for attention weights", lambda *_: {"output_attentions": True}),
@@ -221,6 +216,23 @@ def test_a_verify_that_cannot_be_compiled_passes_through(name: str, caplog: pyte
     assert sum("a verify call passes through" in record.message for record in caplog.records) == 1
 
 
+def test_kinds_of_caches() -> None:
+    from transformers.cache_utils import DynamicLayer, LinearAttentionLayer, QuantoQuantizedLayer, StaticCache, StaticLayer
+
+    model = ready()
+    full, unused = filled(model, DynamicCache(config=model.config)), StaticCache(config=model.config, max_cache_len=40)
+    assert cache_kind(full) == ("growing", "") and cache_kind(sc.VerifyCache(model, max_len=40)) == ("static", "")
+    assert "without storage" in cache_kind(unused)[1] and "no layers" in cache_kind(((), ()))[1]
+    assert cache_kind(filled(model, unused, 20)) == ("static", "")
+    for odd in (LinearAttentionLayer, QuantoQuantizedLayer, StaticLayer):
+        mixed = DynamicCache(config=model.config)
+        mixed.layers = [DynamicLayer(), object.__new__(odd)]
+        kind, reason = cache_kind(mixed)
+        assert not kind and odd.__name__ in reason and "handle.new_cache" in reason
+    full.offloading = True
+    assert "offloads" in cache_kind(full)[1]
+
+
 def test_training_and_gradients_pass_through() -> None:
     model, ids = ready(), torch.tensor([[5, 6, 7]])
     with eager(model) as handle:
@@ -232,7 +244,7 @@ def test_training_and_gradients_pass_through() -> None:
         model.eval()
     assert handle.reports == []
     assert [text.split(":")[0] for text in handle.counters.passed_through] == [
-        "prefill", "gradients are enabled", "the model is in training mode",
+        "more than 32 rows", "gradients are enabled", "the model is in training mode",
     ]  # fmt: skip
 
 
