@@ -54,7 +54,8 @@ class CallReader:
         Raises:
             CacheError: the cache is a ``VerifyCache`` made for another batch.
         """
-        ids, cache = given.get("input_ids"), given.get("past_key_values")
+        ids: Any = given.get("input_ids")
+        cache: Any = given.get("past_key_values")
         if isinstance(ids, Tensor) and hasattr(cache, "require_room") and cache.layers[0].keys.shape[0] != ids.shape[0]:
             raise CacheError(
                 f"the cache was made for batch {cache.layers[0].keys.shape[0]}, the call has {ids.shape[0]} sequences (beams "
@@ -71,7 +72,7 @@ class CallReader:
         if self._depth_now() != self._depth:
             return "draft: only the first layers run (early exit)"
         if not 1 <= ids.shape[1] <= self._max_q_len:
-            return f"prefill: more than {self._max_q_len} rows"
+            return f"more than {self._max_q_len} rows: a prompt, or more drafts than max_q_len allows"
         if int(cache.get_seq_length()) == 0:
             return "prefill: the cache is empty"
         keep = given.get("logits_to_keep")

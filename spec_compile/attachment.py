@@ -257,7 +257,9 @@ class AttachHandle:
             if signature in self._refused:
                 return False, self._refused[signature]
             try:
-                outputs = self.run_of(kind)(**call)
+                # Batches over growing caches, seen in plain decoding only, must not use up the compilations of single sequences.
+                batched = kind == "growing" and call["input_ids"].shape[0] > 1
+                outputs = self.run_of("growing batch" if batched else kind)(**call)
             except Exception as error:
                 reason, final = self._why_not_compiled(error)
                 if final:
@@ -301,8 +303,9 @@ class AttachHandle:
         if has_expert_loop(self.model):
             return EXPERT_LOOP, True
         logger.debug("a verify could not be compiled", exc_info=True)
-        first = str(error).strip().split("\n", 1)[0]
-        return f"the forward does not compile into one graph: {type(error).__name__}: {first}", True
+        told = error if inner is None else inner
+        first = str(told).strip().split("\n", 1)[0]
+        return f"the forward does not compile into one graph: {type(told).__name__}: {first}", True
 
     def _complain(self, reason: str) -> None:
         if self._options.strict:

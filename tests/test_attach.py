@@ -17,12 +17,15 @@ from transformers import DynamicCache
 
 import spec_compile as sc
 from spec_compile import attach_capture
+from spec_compile.attach_calls import cache_kind
 from spec_compile.attach_capture import is_plain_step, mask_windows
 from spec_compile.errors import CacheError, OptionsError, PlanError, StrictError
 from spec_compile.models import zoo
 
 NEW_TOKENS = 40
-PREFILL = "prefill: more than 32 rows"
+# Where depth does not matter: half the time to trace.
+SHALLOW = {"num_hidden_layers": 1}
+PREFILL = "more than 32 rows: a prompt, or more drafts than max_q_len allows"
 
 
 def ready(family: str = "llama", attention: str = "sdpa", **overrides: Any) -> Any:
@@ -128,7 +131,7 @@ def test_assisted_generation_options() -> None:
 
 
 def test_hidden_states() -> None:
-    model, ids = ready(), torch.tensor([[5, 6, 7]])
+    model, ids = ready(**SHALLOW), torch.tensor([[5, 6, 7]])
     with torch.no_grad(), eager(model) as handle:
         ours, theirs = filled(model, handle.new_cache(max_len=60)), filled(model, handle.new_cache(max_len=60))
         expected = model.forward.__wrapped__(ids, past_key_values=theirs, output_hidden_states=True)
@@ -138,7 +141,7 @@ def test_hidden_states() -> None:
         torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("family, attention, prepared", [("opt", "sdpa", False), ("gpt_oss", "eager", True)])
+@pytest.mark.parametrize("family, attention, prepared", [("opt", "sdpa", False), ("llama", "sdpa", True)])
 def test_families(family: str, attention: str, prepared: bool) -> None:
     model, ids = ready(family, attention), prompt(40)
     expected = generate(model, ids)
@@ -181,12 +184,6 @@ def sliding(model: Any, handle: Any) -> dict[str, Any]:
     return {"past_key_values": filled(model, DynamicCache(config=ready("mistral").config))}
 
 
-def offloaded(model: Any, handle: Any) -> dict[str, Any]:
-    cache = filled(model, DynamicCache(config=model.config))
-    cache.offloading = True
-    return {"past_key_values": cache}
-
-
 REFUSALS: dict[str, tuple[str, Callable[[Any, Any], dict[str, Any]]]] = {
     "window": ("layers of kind DynamicSlidingWindowLayer", sliding),
     "attentions": ("output_attentions asks for attention weights", lambda *_: {"output_attentions": True}),
@@ -219,6 +216,23 @@ def test_a_verify_that_cannot_be_compiled_passes_through(name: str, caplog: pyte
     assert sum("a verify call passes through" in record.message for record in caplog.records) == 1
 
 
+def test_kinds_of_caches() -> None:
+    from transformers.cache_utils import DynamicLayer, LinearAttentionLayer, QuantoQuantizedLayer, StaticCache, StaticLayer
+
+    model = ready()
+    full, unused = filled(model, DynamicCache(config=model.config)), StaticCache(config=model.config, max_cache_len=40)
+    assert cache_kind(full) == ("growing", "") and cache_kind(sc.VerifyCache(model, max_len=40)) == ("static", "")
+    assert "without storage" in cache_kind(unused)[1] and "no layers" in cache_kind(((), ()))[1]
+    assert cache_kind(filled(model, unused, 20)) == ("static", "")
+    for odd in (LinearAttentionLayer, QuantoQuantizedLayer, StaticLayer):
+        mixed = DynamicCache(config=model.config)
+        mixed.layers = [DynamicLayer(), object.__new__(odd)]
+        kind, reason = cache_kind(mixed)
+        assert not kind and odd.__name__ in reason and "handle.new_cache" in reason
+    full.offloading = True
+    assert "offloads" in cache_kind(full)[1]
+
+
 def test_training_and_gradients_pass_through() -> None:
     model, ids = ready(), torch.tensor([[5, 6, 7]])
     with eager(model) as handle:
@@ -230,7 +244,7 @@ def test_training_and_gradients_pass_through() -> None:
         model.eval()
     assert handle.reports == []
     assert [text.split(":")[0] for text in handle.counters.passed_through] == [
-        "prefill", "gradients are enabled", "the model is in training mode",
+        "more than 32 rows", "gradients are enabled", "the model is in training mode",
     ]  # fmt: skip
 
 
@@ -246,7 +260,7 @@ def test_an_expert_loop_passes_through_with_the_remedy() -> None:
 
 
 def test_past_the_recompile_limit_calls_pass_through() -> None:
-    model, ids = ready(), prompt(50)
+    model, ids = ready(**SHALLOW), prompt(50)
     expected = generate(model, ids)
     with torch._dynamo.config.patch(recompile_limit=1), eager(model) as handle:
         found = generate(model, ids, prompt_lookup_num_tokens=8, past_key_values=handle.new_cache(max_len=100))
@@ -369,19 +383,15 @@ def test_attach_twice_detach_twice() -> None:
     eager(model).detach()
 
 
-def test_detached_after_an_exception_inside_a_verify() -> None:
-    model, ids = ready(), prompt(50)
+def test_detached_after_an_interruption() -> None:
+    model = ready(**SHALLOW)
 
-    class Full(Exception):
-        pass
-
-    def fail(report: Any) -> None:
-        raise Full
+    def interrupt(report: Any) -> None:
+        raise KeyboardInterrupt
 
     own = model.forward
-    with pytest.raises(Exception) as caught, eager(model, on_report=fail):
-        generate(model, ids, prompt_lookup_num_tokens=8)
-    assert isinstance(caught.value, Full) or isinstance(getattr(caught.value, "inner_exception", None), Full)
+    with pytest.raises(KeyboardInterrupt), eager(model, on_report=interrupt):
+        generate(model, prompt(50), prompt_lookup_num_tokens=8)
     assert model.forward == own and "forward" not in model.__dict__
 
 
@@ -421,7 +431,7 @@ def test_a_forward_replaced_after_attach_stays(caplog: pytest.LogCaptureFixture)
 
 
 def test_threads() -> None:
-    model, ids = ready(), prompt(50)
+    model, ids = ready(**SHALLOW), prompt(50)
     expected = generate(model, ids)
     handles: list[Any] = []
     refused: list[OptionsError] = []
@@ -455,12 +465,11 @@ def test_threads() -> None:
 
 
 def test_tracing_goes_past_attach() -> None:
-    """transformers compiles the model's call itself where it decodes over a static cache; export and explain trace it, too."""
+    """transformers compiles the model's call itself where it decodes over a static cache on CUDA."""
     model, ids = ready(), prompt(5)
     with torch.no_grad(), eager(model) as handle:
         traced = torch.compile(model.__call__, backend="eager", fullgraph=True)
         assert torch.equal(traced(ids).logits, model.forward.__wrapped__(ids).logits)
-        assert len(sc.explain(model, handle.new_cache(max_len=32), draft_len=3).rewritten) == 2
     assert handle.counters.passed_through == {}
 
 
@@ -541,16 +550,15 @@ def test_captured_steps_stand_in_for_plain_calls_only(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(attach_capture, "StepGraph", Step)
     monkeypatch.setattr(attach_capture, "why_not_captured", lambda model, cache: None)
-    model, ids = ready(), prompt(50)
+    model, ids = ready(**SHALLOW), prompt(50)
     expected = generate(model, ids, return_dict_in_generate=True, prompt_lookup_num_tokens=8)
     with eager(model, cudagraphs=True, draft_len=4) as handle:
-        for _ in range(2):
-            cache = handle.new_cache(max_len=100)
-            found = generate(model, ids, return_dict_in_generate=True, prompt_lookup_num_tokens=8, past_key_values=cache)
-            assert torch.equal(found.sequences, expected.sequences) and found.past_key_values is cache
+        cache = handle.new_cache(max_len=100)
+        found = generate(model, ids, return_dict_in_generate=True, prompt_lookup_num_tokens=8, past_key_values=cache)
+        assert torch.equal(found.sequences, expected.sequences) and found.past_key_values is cache
         counters = handle.counters
         # Longer runs of drafts, and the first call of all, ran uncaptured.
-        assert 0 < counters.captured < counters.verify and Step.made == 2
+        assert 0 < counters.captured < counters.verify and Step.made == 1
         before = counters.captured
         with torch.no_grad():
             model(torch.tensor([[5, 6]]), past_key_values=cache, position_ids=torch.tensor([[7, 8]]))
@@ -626,7 +634,8 @@ def test_case_06_ragged_batch_with_left_padding() -> None:
 
 @pytest.mark.parametrize("family, attention", [("gemma2", "eager"), ("gemma3", "sdpa")])
 def test_case_11_windows_and_crops(family: str, attention: str) -> None:
-    model = ready(family, attention, sliding_window=8)
+    layers = ["sliding_attention", "full_attention"]
+    model = ready(family, attention, sliding_window=8, num_hidden_layers=2, layer_types=layers)
     with eager(model) as handle:
         for length in (6, 7, 8, 9, 40):
             ids = prompt(length)
@@ -640,7 +649,7 @@ def test_case_11_windows_and_crops(family: str, attention: str) -> None:
 
 
 def test_case_14_outputs_survive_the_next_steps() -> None:
-    model = ready()
+    model = ready(**SHALLOW)
     with torch.no_grad(), eager(model, cudagraphs=True) as handle:
         for cache in (filled(model, handle.new_cache(max_len=120)), filled(model, DynamicCache(config=model.config))):
             held, copies = [], []
@@ -653,7 +662,7 @@ def test_case_14_outputs_survive_the_next_steps() -> None:
 
 
 def test_case_25_no_recompile_storm() -> None:
-    model = ready(max_position_embeddings=2048)
+    model = ready(max_position_embeddings=2048, **SHALLOW)
     with torch.no_grad(), eager(model, strict=True) as handle:
         for batch in (1, 2, 1):
             cache = handle.new_cache(max_len=1024, batch=batch)
@@ -683,7 +692,7 @@ class Streamed:
 def test_case_30_ends_inside_an_accepted_run(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.generation.candidate_generator import CandidateGenerator
 
-    model, ids = ready(), prompt(50)
+    model, ids = ready(**SHALLOW), prompt(50)
     whole = generate(model, ids)[0]
 
     class Oracle(CandidateGenerator):
