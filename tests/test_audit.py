@@ -143,7 +143,7 @@ def test_sampling_follows_its_seed() -> None:
 
 def test_sampled_tokens_keep_the_models_distribution() -> None:
     """The second token, whose sparse proposal differs: frequencies within chance of the dense model's (chi-square, 1e-4)."""
-    prompt, count = prompts()[0], 400
+    prompt, count = prompts()[0], 200
     cool = {"do_sample": True, "temperature": 4.0, "top_k": 4}
     with torch.no_grad():
         logits = model()(input_ids=torch.tensor([prompt])).logits[0, -1]
@@ -180,8 +180,10 @@ def test_the_same_length_of_text_needs_fewer_audits_where_more_agrees() -> None:
         careful.saw_step(2)
         careful.saw_audit([3.0] * 10, 2)
     assert window.agreement > 0.95 > 0.75 > careful.agreement
-    assert window.best_rate(0.3, 1.0)[1] > careful.best_rate(0.3, 1.0)[1] >= 1
-    assert window.best_rate(0.3, 1.0)[0] > careful.best_rate(0.3, 1.0)[0] > window.gain / 1.0 * 0.9
+    # Sparse steps of a tenth still pay where a token in three is taken back, steps of a third do not.
+    assert window.best_rate(0.1, 1.0)[1] > careful.best_rate(0.1, 1.0)[1] >= 1
+    assert window.best_rate(0.3, 1.0)[1] > careful.best_rate(0.3, 1.0)[1] == 0
+    assert window.best_rate(0.3, 1.0)[0] > careful.best_rate(0.3, 1.0)[0] == pytest.approx(careful.gain)
 
 
 def test_windows_end_at_tokens_that_seldom_agree() -> None:
