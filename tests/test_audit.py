@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 pytest.importorskip("transformers", minversion="5.17")
 
 import spec_compile as sc
 from spec_compile.audit import AuditWindow
 from spec_compile.drafters import PromptLookup, Scripted
+from spec_compile.drafters_model import DraftHead
 from spec_compile.errors import PlanError
 from spec_compile.models.zoo import VOCAB, build
 from spec_compile.plan import AuditPlan
@@ -93,6 +95,28 @@ def test_trees_and_no_drafts_at_all(drafter: Any) -> None:
     few = prompts()[:1] * 4
     assert audited(rows=few, drafter=drafter, audit=AuditPlan(window=6, adapt=False)).tokens == greedy()[:1] * 4
     assert audited(drafter=drafter, audit=AuditPlan(window=6, adapt=False)).tokens == greedy()
+
+
+def test_a_head_on_hidden_states_gets_those_of_every_token_once() -> None:
+    """The drafter raises where a token's hidden state is missing or told twice; after audits they are the dense model's."""
+    told: list[int] = []
+
+    class Counting(DraftHead):
+        def observe(self, hidden: Sequence[Tensor]) -> None:
+            super().observe(hidden)
+            told.append(len(hidden[0]))
+
+    drafter = Counting(lambda tokens, hidden, start, row: -hidden, model().get_output_embeddings(), max_drafts=3)
+    out = audited(MILD, drafter=drafter, audit=AuditPlan(window=8, adapt=False))
+    assert out.tokens == greedy()
+    assert out.metrics.forwards["audit"] > 0 and told[0] == LENGTHS[0] - 1
+    text = torch.tensor([[*prompts()[0], *out.tokens[0]]])
+    with torch.no_grad():
+        wanted = model()(input_ids=text, output_hidden_states=True).hidden_states[-1][0]
+    found, seen = drafter._features[0], drafter._seen[0]
+    assert found is not None and seen == text.shape[1] - 1
+    # The last step of all was an audit: the states of its own rows are dense.
+    assert (found[-1] - wanted[seen - 1]).abs().max() <= 1e-4
 
 
 def test_ends_inside_a_window() -> None:
