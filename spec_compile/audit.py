@@ -215,8 +215,8 @@ class AuditedLoop(DecodingLoop):
             logits = self.verify(
                 [prefix[-1] for prefix in prefixes], tokens, [n if on else -1 for n, on in zip(widths, running)], joined.parents
             )
+            self.count("audit" if pending else "exact", tokens.shape[1] + 1, running, False)
             verdict = self.sampler.verify(logits, joined, prefixes)
-        self.count("audit" if pending else "exact", tokens.shape[1] + 1, running, False)
         rows: list[Any] = [0] * len(self.tokens)
         runs: list[list[int]] = [[] for _ in self.tokens]
         new: list[list[int]] = [[] for _ in self.tokens]

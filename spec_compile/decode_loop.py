@@ -160,11 +160,11 @@ class DecodingLoop:
                 draft.parents,
                 sparse,
             )
+            # Books are kept while the device works.
+            self.count("sparse" if sparse else "exact", draft.tokens.shape[1] + 1, running, sparse)
             # Where rows vote for what is read, a drawn draft has a part in the logits that judge it.
             wanted["given_draft"] = sparse and draft.probs is not None
-            verdict = self.sampler.verify(logits, draft, self.tokens, **wanted)
-        self.count("sparse" if sparse else "exact", draft.tokens.shape[1] + 1, running, sparse)
-        return verdict
+            return self.sampler.verify(logits, draft, self.tokens, **wanted)
 
     def count(self, kind: str, rows: int, running: Sequence[bool], sparse: bool) -> None:
         """Count a forward and what it read."""
