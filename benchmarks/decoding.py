@@ -51,7 +51,7 @@ TIGHT = sc.SparsityPlan(
 )
 SIXTH = sc.SparsityPlan(
     attention=sc.AttentionPlan(budget=1024, block_size=16, min_context=2048, index_topk_freq=2, aggregate="softmax"),
-    audit=sc.AuditPlan(),
+    audit=sc.AuditPlan(cost="kv"),
 )
 
 

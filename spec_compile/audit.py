@@ -184,6 +184,7 @@ class AuditedLoop(DecodingLoop):
         for row, run in zip(self.tokens, runs):
             row.extend(run)
         self.window.saw_step(sum(map(len, runs)) / max(1, sum(going)))
+        self.observe(rows)
         with self.metrics.timed("draft"):
             self.drafter.accept(runs, [min(len(run), len(path)) for run, path in zip(runs, verdict.path)])
 
@@ -214,8 +215,8 @@ class AuditedLoop(DecodingLoop):
             logits = self.verify(
                 [prefix[-1] for prefix in prefixes], tokens, [n if on else -1 for n, on in zip(widths, running)], joined.parents
             )
+            self.count("audit" if pending else "exact", tokens.shape[1] + 1, running, False)
             verdict = self.sampler.verify(logits, joined, prefixes)
-        self.count("audit" if pending else "exact", tokens.shape[1] + 1, running, False)
         rows: list[Any] = [0] * len(self.tokens)
         runs: list[list[int]] = [[] for _ in self.tokens]
         new: list[list[int]] = [[] for _ in self.tokens]
@@ -240,6 +241,8 @@ class AuditedLoop(DecodingLoop):
                 del self.tokens[i][self.final[i] :]
         self.append(runs, ends)
         self.final = [len(row) for row in self.tokens]
+        # Sparse steps have told of all pending tokens but the last one; those that stay keep what was told.
+        self.observe(rows, [min(n, n - gone + 1) for n, gone in zip(counts, back)])
         with self.metrics.timed("draft"):
             self.drafter.accept([run if end is None else [] for run, end in zip(new, ends)], drafts)
         if not pending:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from spec_compile.drafters import Draft, Drafter
 from spec_compile.metrics import PHASES, DecodingMetrics, RequestMetrics, StepBytes
@@ -68,16 +69,31 @@ class DecodingLoop:
         from spec_compile.models.row_cache import sequence_cache
 
         device = self.model.get_input_embeddings().weight.device
+        keep, seen = self.verify.keep_hidden, []
+        more: dict[str, Any] = {"output_hidden_states": True} if keep else {}
         for sequence, row in enumerate(self.tokens):
-            past = sequence_cache(self.cache, sequence)
+            past, parts = sequence_cache(self.cache, sequence), []
             for begin in range(0, len(row) - 1, PREFILL_CHUNK):
                 ids = torch.tensor([row[begin : min(begin + PREFILL_CHUNK, len(row) - 1)]], device=device)
                 positions = torch.arange(begin, begin + ids.shape[1], device=device)[None]
                 # A model compiled in place would compile its prefill.
                 with torch.compiler.set_stance("force_eager"):
-                    self.model(
-                        input_ids=ids, position_ids=positions, past_key_values=past, use_cache=True, **self.verify.last_logits
+                    out = self.model(
+                        input_ids=ids,
+                        position_ids=positions,
+                        past_key_values=past,
+                        use_cache=True,
+                        **self.verify.last_logits,
+                        **more,
                     )
+                if keep:
+                    parts.append(out.hidden_states[-1][0])
+            empty = torch.zeros(
+                0, self.model.config.get_text_config(decoder=True).hidden_size, dtype=self.model.dtype, device=device
+            )
+            seen.append(torch.cat([empty, *parts]))
+        if keep:
+            self._observe(seen)
         self.cache.set_lengths([len(row) - 1 for row in self.tokens])
 
     def step(self) -> None:
@@ -96,11 +112,25 @@ class DecodingLoop:
                 self.metrics.requests[i].judge(draft.depths[: draft.counts[i]], min(len(runs[i]), len(verdict.path[i])))
         self.cache.commit(rows)
         self.append(runs, ends)
+        self.observe(rows)
         with self.metrics.timed("draft"):
             self.drafter.accept(
                 [run if end is None else [] for run, end in zip(runs, ends)],
                 [min(len(run), len(path)) for run, path in zip(runs, verdict.path)],
             )
+
+    def observe(self, rows: Sequence[int | Sequence[int]], first: Sequence[int] | None = None) -> None:
+        """Hand the hidden states of the committed ``rows`` of the last step, from ``first`` on, to a drafter that reads them."""
+        if not self.verify.keep_hidden:
+            return
+        paths = [list(range(path)) if isinstance(path, int) else list(path) for path in rows]
+        starts = first or [0] * len(paths)
+        self._observe([self.verify.hidden[i, path[start:]] for i, (path, start) in enumerate(zip(paths, starts))])
+
+    def _observe(self, hidden: Sequence[Tensor]) -> None:
+        drafter: Any = self.drafter
+        with self.metrics.timed("draft"):
+            drafter.observe(hidden)
 
     def append(self, runs: Sequence[Sequence[int]], ends: Sequence[str | None]) -> None:
         """Final tokens of each sequence."""
@@ -130,11 +160,11 @@ class DecodingLoop:
                 draft.parents,
                 sparse,
             )
+            # Books are kept while the device works.
+            self.count("sparse" if sparse else "exact", draft.tokens.shape[1] + 1, running, sparse)
             # Where rows vote for what is read, a drawn draft has a part in the logits that judge it.
             wanted["given_draft"] = sparse and draft.probs is not None
-            verdict = self.sampler.verify(logits, draft, self.tokens, **wanted)
-        self.count("sparse" if sparse else "exact", draft.tokens.shape[1] + 1, running, sparse)
-        return verdict
+            return self.sampler.verify(logits, draft, self.tokens, **wanted)
 
     def count(self, kind: str, rows: int, running: Sequence[bool], sparse: bool) -> None:
         """Count a forward and what it read."""

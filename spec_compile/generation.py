@@ -135,7 +135,7 @@ def generate(
     if mode == "audited":
         window = (settings.plan.audit or AuditPlan()).window
         sizes.append(min(MOST_ROWS, window + chosen.max_drafts + 1))
-    verify = RowVerify(model, cache, settings, sizes)
+    verify = RowVerify(model, cache, settings, sizes, keep_hidden=getattr(chosen, "needs_hidden", False))
     with _bar(progress, len(prompts) * max_new_tokens) as told:
         parts = (verify, chosen, sampler, stopping, stream, metrics, prompts, settings.plan, told)
         loop = DecodingLoop(*parts)

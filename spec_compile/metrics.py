@@ -86,7 +86,7 @@ class DecodingMetrics:
         mode: ``exact``, ``sparse`` or ``audited``.
         requests: one entry a sequence.
         forwards: verify forwards by kind: ``exact``, ``sparse``, ``audit``.
-        seconds: wall time by phase. ``verify`` holds sparse and exact steps, ``audit`` the dense verifies over pending tokens, each
+        seconds: wall time by phase. ``verify`` holds sparse and exact steps, ``audit`` dense verifies over pending tokens, each
             up to the transfer that brings the outcome; ``overhead`` is all the rest after the prefill.
         kv_bytes, weight_bytes: read by all verify forwards. kv_bytes_dense: what the same forwards would read without a plan.
         notes: decisions of the loop, such as dropping to exact steps.
@@ -204,8 +204,8 @@ class StepBytes:
         attention = None if plan.attention is None or plan.attention.exact else plan.attention
         entries = [] if report is None else report.attentions
         roles = [entry.role or "dense" for entry in entries] if len(entries) == len(cache.layers) else []
-        self._plan = attention if roles and set(roles) != {"dense"} else None
-        self._budget: tuple[int, float, int] = budget_words(attention) if self._plan is not None else (0, 1.0, 0)
+        self._plan: Any = attention if roles and set(roles) != {"dense"} else None
+        self._budget: tuple[int, float, int] = (0, 1.0, 0) if self._plan is None else budget_words(self._plan)
         # Bytes of summaries an anchor reads for each byte of its keys: an exact one reads the keys themselves.
         self._scored = 0.0
         if attention is not None:

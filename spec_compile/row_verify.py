@@ -59,19 +59,21 @@ class Compiled:
 _compiled: Any = WeakIdKeyDictionary()
 
 
-def compiled_step(model: Any, cache: Any, options: Options) -> Compiled:
+def compiled_step(model: Any, cache: Any, options: Options, hidden: bool = False) -> Compiled:
     """The step functions of ``model`` over caches of this shape, perhaps from an earlier generation."""
     # What audits decide is not compiled; another shape under the same code would be compiled with symbolic sizes.
     layer = cache.layers[0]
     settled = dataclasses.replace(options, on_report=None, plan=dataclasses.replace(options.plan, audit=None))
-    key = (settled, tuple(layer.keys.shape), layer.keys.dtype, layer.keys.device, disabled())
+    key = (settled, tuple(layer.keys.shape), layer.keys.dtype, layer.keys.device, hidden, disabled())
     known = _compiled.setdefault(model, {})
     if key not in known:
         known[key] = Compiled(settled, None if options.plan.exact else switch_of(options.plan))
     return known[key]
 
 
-def _run(model: Any, ids: Tensor, counts: Tensor, shape: Tensor, cache: Any, kinds: tuple[str, ...], additive: Any) -> Tensor:
+def _run(
+    model: Any, ids: Tensor, counts: Tensor, shape: Tensor, cache: Any, kinds: tuple[str, ...], additive: Any, hidden: bool
+) -> Any:
     """
     Args:
         ids: int64 ``[B, T]``, the last accepted token and the drafts.
@@ -79,6 +81,10 @@ def _run(model: Any, ids: Tensor, counts: Tensor, shape: Tensor, cache: Any, kin
         shape: int64 ``[T, 2]``: which rows each row sees (bit i: row i) and its depth below the last accepted token.
         kinds: mask types of the model's layers.
         additive: dtype of additive masks, or None for bool.
+        hidden: whether the last hidden states are wanted, too.
+
+    Returns:
+        Logits ``[B, T, V]``, or these and hidden states ``[B, T, H]`` as the output layer gets them.
     """
     rows = torch.arange(ids.shape[1], device=ids.device)
     # Rows past a row's drafts repeat its last one, position and mask included: a maximum over rows is what it was without them.
@@ -109,9 +115,11 @@ def _run(model: Any, ids: Tensor, counts: Tensor, shape: Tensor, cache: Any, kin
             visible = torch.where(visible, 0.0, torch.finfo(additive).min).to(additive)
         masks[kind] = visible
     mask: Any = masks if _takes_dicts(model) and len(kinds) > 1 else masks[kinds[0]]
-    return model(
-        input_ids=ids.gather(1, own), position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=True
-    ).logits
+    more = {"output_hidden_states": True} if hidden else {}
+    out = model(
+        input_ids=ids.gather(1, own), position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=True, **more
+    )
+    return (out.logits, out.hidden_states[-1]) if hidden else out.logits
 
 
 class RowVerify:
@@ -124,12 +132,13 @@ class RowVerify:
         cache: a ``RowCache``.
         options: of the backend. With ``cudagraphs`` steps on a CUDA device are captured once for each of ``sizes``.
         sizes: numbers of rows that captured steps run; a step of fewer is filled up.
+        keep_hidden: leave the last hidden states of each step in ``hidden``, ``[B, T, H]``, overwritten by the next step.
 
     Raises:
         CacheError, OptionsError: a model or a cache that steps cannot run on.
     """
 
-    def __init__(self, model: Any, cache: Any, options: Options, sizes: Sequence[int]) -> None:
+    def __init__(self, model: Any, cache: Any, options: Options, sizes: Sequence[int], keep_hidden: bool = False) -> None:
         from spec_compile.models.row_cache import RowCache
 
         if not isinstance(cache, RowCache):
@@ -142,7 +151,8 @@ class RowVerify:
         for rows in sizes:
             check_draft_len(rows - 1, min(options.max_q_len, MOST_ROWS))
         self.model, self.cache, self.sizes = model, cache, sorted(set(sizes))
-        self._step = compiled_step(model, cache, options)
+        self._step = compiled_step(model, cache, options, keep_hidden)
+        self.keep_hidden, self.hidden = keep_hidden, torch.empty(0)
         self._device = cache.layers[0].device
         plan = options.plan
         attention = None if plan.attention is None or plan.attention.exact else plan.attention
@@ -212,21 +222,27 @@ class RowVerify:
                 if full not in self._captured:
                     call = functools.partial(self._call, self._step.run(full))
                     self._captured[full] = CapturedRows(call, self.model, self.cache, batch, full, self.switch)
-                return self._captured[full](last, drafts, counts, shape)
+                return self._logits(self._captured[full](last, drafts, counts, shape))
             if not columns:
                 # A single row would be a graph of its own, and costs a step of two as much.
                 drafts, shape = torch.zeros(batch, 1, dtype=torch.int64), self._shape(None, 1, 2)
             ids = torch.cat([torch.tensor(last)[:, None].to(self._device), drafts.to(self._device)], 1)
             torch._dynamo.maybe_mark_dynamic(ids, 1)
             torch._dynamo.maybe_mark_dynamic(shape, 0)
-            return self._call(self._step.run(None), ids, torch.tensor(list(counts)).to(self._device), shape)
+            return self._logits(self._call(self._step.run(None), ids, torch.tensor(list(counts)).to(self._device), shape))
         except Exception as error:
             self._raise(error)
             raise
 
     @torch.no_grad()
-    def _call(self, run: Callable[..., Tensor], ids: Tensor, counts: Tensor, shape: Tensor) -> Tensor:
-        return run(self.model, ids, counts, shape, self.cache, self._kinds, self._additive)
+    def _call(self, run: Callable[..., Tensor], ids: Tensor, counts: Tensor, shape: Tensor) -> Any:
+        return run(self.model, ids, counts, shape, self.cache, self._kinds, self._additive, self.keep_hidden)
+
+    def _logits(self, found: Any) -> Tensor:
+        if not self.keep_hidden:
+            return found
+        logits, self.hidden = found
+        return logits
 
     def _shape(self, parents: Sequence[int] | None, columns: int, rows: int) -> Tensor:
         """Which rows each row sees, as bits, and depths: int64 ``[rows, 2]``; uploaded once for each shape."""

@@ -124,8 +124,8 @@ class Sampler:
                 if len(prefix) + depth < least
             ]
             if short:
-                rows, places = torch.tensor(short, device=logits.device).T
-                ends = torch.tensor(self._end_tokens, device=logits.device)
+                rows, places = torch.tensor(short).to(logits.device, non_blocking=True).T
+                ends = torch.tensor(self._end_tokens).to(logits.device, non_blocking=True)
                 logits = logits.clone()
                 logits[rows[:, None], places[:, None], ends[None, :]] = -torch.inf
         if not self.processors:
@@ -265,10 +265,10 @@ class Sampler:
     def _reject(self, draft: Draft, probs: Tensor, gaps: Tensor | None) -> Verdict:
         """Speculative sampling of drawn chains: keep x while u < p(x) / q(x), then draw from (p - q)+ or, at the end, from p."""
         assert draft.probs is not None
-        tokens = draft.tokens.to(probs.device)
+        tokens = draft.tokens.to(probs.device, non_blocking=True)
         columns = tokens.shape[1]
         q = draft.probs.to(probs.device)
-        counts = torch.tensor(list(draft.counts), device=probs.device)
+        counts = torch.tensor(list(draft.counts)).to(probs.device, non_blocking=True)
         at = tokens[..., None]
         p_x, q_x = (x.gather(-1, at)[..., 0] for x in (probs[:, :-1], q))
         chance = torch.rand(tokens.shape, generator=self.generator, device=probs.device)

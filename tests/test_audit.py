@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 pytest.importorskip("transformers", minversion="5.17")
 
 import spec_compile as sc
 from spec_compile.audit import AuditWindow
 from spec_compile.drafters import PromptLookup, Scripted
+from spec_compile.drafters_model import DraftHead
 from spec_compile.errors import PlanError
 from spec_compile.models.zoo import VOCAB, build
 from spec_compile.plan import AuditPlan
@@ -95,6 +97,23 @@ def test_trees_and_no_drafts_at_all(drafter: Any) -> None:
     assert audited(drafter=drafter, audit=AuditPlan(window=6, adapt=False)).tokens == greedy()
 
 
+def test_a_head_on_hidden_states_gets_those_of_every_token_once() -> None:
+    """The drafter raises where a token's hidden state is missing or told twice, also after audits took tokens back."""
+    told: list[int] = []
+
+    class Counting(DraftHead):
+        def observe(self, hidden: Sequence[Tensor]) -> None:
+            super().observe(hidden)
+            told.append(len(hidden[0]))
+
+    drafter = Counting(lambda tokens, hidden, start, row: -hidden, model().get_output_embeddings(), max_drafts=3)
+    out = audited(MILD, drafter=drafter, audit=AuditPlan(window=8, adapt=False))
+    assert out.tokens == greedy()
+    assert out.metrics.forwards["audit"] > 0 and told[0] == LENGTHS[0] - 1
+    # Of every token but the last, sequence by sequence.
+    assert drafter._seen == [size + NEW - 1 for size in LENGTHS]
+
+
 def test_ends_inside_a_window() -> None:
     """An end token of the sparse model pauses its row until the dense model agrees; one that only the dense model has counts."""
     ends = [greedy()[0][5], greedy()[2][20]]
@@ -143,7 +162,7 @@ def test_sampling_follows_its_seed() -> None:
 
 def test_sampled_tokens_keep_the_models_distribution() -> None:
     """The second token, whose sparse proposal differs: frequencies within chance of the dense model's (chi-square, 1e-4)."""
-    prompt, count = prompts()[0], 400
+    prompt, count = prompts()[0], 200
     cool = {"do_sample": True, "temperature": 4.0, "top_k": 4}
     with torch.no_grad():
         logits = model()(input_ids=torch.tensor([prompt])).logits[0, -1]
@@ -180,8 +199,10 @@ def test_the_same_length_of_text_needs_fewer_audits_where_more_agrees() -> None:
         careful.saw_step(2)
         careful.saw_audit([3.0] * 10, 2)
     assert window.agreement > 0.95 > 0.75 > careful.agreement
-    assert window.best_rate(0.3, 1.0)[1] > careful.best_rate(0.3, 1.0)[1] >= 1
-    assert window.best_rate(0.3, 1.0)[0] > careful.best_rate(0.3, 1.0)[0] > window.gain / 1.0 * 0.9
+    # Sparse steps of a tenth still pay where a token in three is taken back, steps of a third do not.
+    assert window.best_rate(0.1, 1.0)[1] > careful.best_rate(0.1, 1.0)[1] >= 1
+    assert window.best_rate(0.3, 1.0)[1] > careful.best_rate(0.3, 1.0)[1] == 0
+    assert window.best_rate(0.3, 1.0)[0] > careful.best_rate(0.3, 1.0)[0] == pytest.approx(careful.gain)
 
 
 def test_windows_end_at_tokens_that_seldom_agree() -> None:

@@ -168,6 +168,19 @@ def test_tree(temperature: float, top_p: float) -> None:
     assert {(0,), (0, 2), (1,)} <= paths <= {(), (0,), (1,), (4,), (0, 2), (1, 3)}
 
 
+def test_one_seed_for_drafter_and_target() -> None:
+    """A drafter's stream is split off: it is not the one of the sampler that it was made from, and reproducible."""
+    toy = Toy(1.0, 1.0, seed=7)
+    sampler = toy.sampler.for_drafts()
+    law = toy.drafter[torch.zeros(SAMPLES, dtype=torch.int64)]
+    tokens = sampler.draw(law)
+    assert torch.equal(tokens, Sampler(True, seed=7).for_drafts().draw(law))
+    assert not torch.equal(tokens, Sampler(True, seed=7).draw(law))
+    draft = Draft(tokens[:, None], [1] * SAMPLES, probs=law[:, None])
+    verdict = toy.sampler.verify(toy.logits(draft.tokens), draft, toy.prefixes)
+    check_law(*followed(verdict), toy.law, toy.law[0])
+
+
 def test_a_wrong_law_is_caught() -> None:
     """The check itself: drafts taken unseen give the drafter's law."""
     toy = Toy(1.0, 1.0)
