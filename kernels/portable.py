@@ -1,8 +1,8 @@
 """Every operator in plain ATen that can be traced at any number of rows: bodies for programs that run without this package.
 
-They compute what :mod:`spec_compile.kernels.library` says, without a look at data on the host and without writing. What only saves
-work there (cutting the cache to its live keys, reading selected blocks alone, skipping experts) has no traceable form: selections
-become masks here.
+They compute what :mod:`spec_compile.kernels.library` says, without a look at data on the host and without writing. What only
+saves work there (cutting the cache to its live keys, reading selected blocks alone) has no traceable form: selections become
+masks here.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _fold_mask(mask: Tensor, heads: int, kv_heads: int, rows: Any, dtype: torch.
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seen: Tensor | None, scale: float, softcap: float, sinks: Tensor | None
 ) -> Tensor:
-    """Attention with query heads folded into rows; ``mask`` may be folded already, ``seen`` ``[B, Hkv, 1, S]`` hides more keys."""
+    """Attention with query heads folded into rows; ``mask`` may be folded, ``seen`` ``[B, Hkv, 1, S]`` hides more keys."""
     batch, heads, rows, dim = q.shape
     kv_heads, kv_len, v_dim = k.shape[1], k.shape[2], v.shape[3]
     group = heads // kv_heads

@@ -13,6 +13,8 @@ from spec_compile._version import __version__
 if TYPE_CHECKING:
     from spec_compile.calibrate import moe_calibrate
     from spec_compile.explainer import explain
+    from spec_compile.export_load import LoadedVerify, load
+    from spec_compile.exporter import export
     from spec_compile.models.cache import VerifyCache
     from spec_compile.models.hooks import prepare, restore
     from spec_compile.plan import AttentionPlan, AuditPlan, FfnPlan, MoeCalibration, MoePlan, SparsityPlan
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 _HOME = {
     "AttentionPlan": "spec_compile.plan",
     "AuditPlan": "spec_compile.plan",
+    "LoadedVerify": "spec_compile.export_load",
     "FfnPlan": "spec_compile.plan",
     "MoeCalibration": "spec_compile.plan",
     "MoePlan": "spec_compile.plan",
@@ -32,14 +35,17 @@ _HOME = {
     "VerifyFunction": "spec_compile.verify",
     "compile_verify": "spec_compile.verify",
     "explain": "spec_compile.explainer",
+    "export": "spec_compile.exporter",
+    "load": "spec_compile.export_load",
     "moe_calibrate": "spec_compile.calibrate",
     "prepare": "spec_compile.models.hooks",
     "restore": "spec_compile.models.hooks",
 }
 
 __all__ = [
-    "AttentionPlan", "AuditPlan", "FfnPlan", "MoeCalibration", "MoePlan", "RewriteReport", "SparsityPlan", "VerifyCache",
-    "VerifyFunction", "__version__", "compile_verify", "explain", "moe_calibrate", "prepare", "restore",
+    "AttentionPlan", "AuditPlan", "FfnPlan", "LoadedVerify", "MoeCalibration", "MoePlan", "RewriteReport", "SparsityPlan",
+    "VerifyCache", "VerifyFunction", "__version__", "compile_verify", "explain", "export", "load", "moe_calibrate", "prepare",
+    "restore",
 ]  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """A verify program without operators of ours: it loads where this package is not installed.
 
-Operators become plain ATen (:mod:`spec_compile.kernels.portable`). Block summaries are computed from the keys in each step instead of
-being kept: nothing is carried, so nothing can be dropped or go stale, and anchor layers read their K cache once more.
+Operators become plain ATen (:mod:`spec_compile.kernels.portable`). Block summaries are computed from the keys in each step
+instead of being kept: nothing is carried, so nothing can be dropped or go stale, and anchor layers read their K cache once more.
 """
 
 from __future__ import annotations

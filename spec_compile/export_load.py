@@ -273,7 +273,7 @@ class LoadedVerify:
         return logits
 
     def prefill(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Take in a prompt ``[B, N]`` by exact steps of as many rows as the artefact has; returns the last row's logits ``[B, V]``.
+        """Take in a prompt ``[B, N]`` by exact steps of as many rows as the artefact has; returns the last logits ``[B, V]``.
 
         For long prompts let the model prefill, and hand its cache to ``cache.copy_from``.
         """

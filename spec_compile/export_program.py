@@ -236,10 +236,11 @@ def rebuild(
     outputs: list[OutputSpec],
     arguments: int,
     results: int,
+    examples: tuple[Tensor, ...] | None = None,
 ) -> ExportedProgram:
     """``program`` with another graph and signature, called with ``arguments`` tensors in a row.
 
-    Example inputs are left behind: they would be saved, caches included.
+    Example inputs are left behind where none are given: they would be saved, caches included.
     """
     from torch.export.exported_program import ModuleCallEntry, ModuleCallSignature
 
@@ -257,6 +258,7 @@ def rebuild(
         state_dict=program.state_dict,
         range_constraints=program.range_constraints,
         module_call_graph=[ModuleCallEntry("", call)],
+        example_inputs=None if examples is None else (examples, {}),
         constants=program.constants,
         verifiers=program.verifiers,
     )

@@ -1,6 +1,6 @@
 """What an exported artefact says about itself: one JSON object inside the file.
 
-In .pt2 and AOTInductor packages it is the entry ``extra/spec_compile.json``, in ONNX files the metadata property ``spec_compile``.
+In .pt2 and AOTInductor archives it is the entry ``extra/spec_compile.json``, in ONNX files the property ``spec_compile``.
 """
 
 from __future__ import annotations

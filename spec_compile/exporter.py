@@ -49,14 +49,14 @@ def export(
 ) -> Manifest:
     """Write the rewritten verify step of a model to a file.
 
-    The program takes ``input_ids`` ``[B, T]``, ``position`` (tokens held, int64 scalar), masks as asked, and K and V of every layer
-    ``[B, Hkv, slots, D]``, and gives logits ``[B, T, V]``. T may be 1..``draft_len + 1`` in one artefact. In .pt2 and AOTInductor
-    packages K, V and block summaries are inputs that the step writes in place; in ONNX their new values are outputs. The cache itself
-    is never part of the file. docs/export.md has the details.
+    The program takes ``input_ids`` ``[B, T]``, ``position`` (tokens held, int64 scalar), masks as asked, and K and V of every
+    layer ``[B, Hkv, slots, D]``, and gives logits ``[B, T, V]``. T may be 1..``draft_len + 1`` in one artefact. In .pt2 and
+    AOTInductor packages K, V and block summaries are inputs that the step writes in place; in ONNX their new values are outputs.
+    The cache itself is never part of the file. docs/export.md has the details.
 
     Args:
-        verify_or_model: a :class:`~spec_compile.VerifyFunction`, whose plan, draft length, cache length and options are the defaults,
-            or a transformers causal LM in eval mode.
+        verify_or_model: a :class:`~spec_compile.VerifyFunction`, whose plan, draft length, cache length and options are the
+            defaults, or a transformers causal LM in eval mode.
         path: ends in ``.pt2``, ``.aoti.pt2`` or ``.onnx``. Replaced as a whole, once everything has been written.
         format: ``pt2``, ``aoti`` or ``onnx``; default by the ending.
         flavour: ``ops`` keeps this package's operators, which must then be installed where the file is loaded: fastest.
