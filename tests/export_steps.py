@@ -67,14 +67,19 @@ for name in names:
         step = getattr(module, "CompiledStep", module.Step)(name)
         call = (lambda ids, sparse=None: step(ids.numpy(), sparse)) if kind == "run_onnx" else step
         found = run_steps(call, step, "sparse" in name)
+        step.length = 0
+        module.demonstrate(step)
     torch.save(found, f"{name}.{kind}")
 """
 
 
-def run_elsewhere(kind: str, *paths: Path) -> list[list[Tensor]]:
-    """Logits of :func:`run_steps` of artefacts in one new process, by ``load`` or by a file of docs/examples without spec_compile."""
-    in_new_process(_CHILD, kind, str(HERE), str(EXAMPLES), *map(str, paths))
-    return [torch.load(f"{path}.{kind}") for path in paths]
+def run_elsewhere(kind: str, *paths: Path) -> tuple[list[list[Tensor]], str]:
+    """Logits of :func:`run_steps` of artefacts, and what was printed, from one new process.
+
+    ``kind`` is ``load``, or a file of docs/examples, which runs where spec_compile cannot be imported.
+    """
+    printed = in_new_process(_CHILD, kind, str(HERE), str(EXAMPLES), *map(str, paths))
+    return [torch.load(f"{path}.{kind}") for path in paths], printed
 
 
 def in_new_process(code: str, *args: str) -> str:

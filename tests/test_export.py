@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -16,26 +13,21 @@ import torch
 pytest.importorskip("transformers", minversion="5.17")
 
 import spec_compile as sc
-from export_steps import DRAFTS, EXAMPLES, MAX_LEN, close, run_elsewhere, run_steps
+from export_steps import DRAFTS, MAX_LEN, close, run_elsewhere, run_steps
 from spec_compile import cli
 from spec_compile.errors import ArtefactError, CacheError, OptionsError
 from spec_compile.manifest import NAME, read_manifest
 from spec_compile.models import zoo
 
 PLAN = sc.SparsityPlan(attention=sc.AttentionPlan(budget=32, block_size=16, index_topk_freq=2))
+BOTH = sc.SparsityPlan(attention=PLAN.attention, moe=sc.MoePlan(expert_budget=2))
 # Name of the artefact: family, plan, arguments. Those named sparse switch between sparse and exact steps.
 CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "llama_sparse.pt2": ("llama", PLAN, {}),
     "gemma2.pt2": ("gemma2", None, {}),
-    "qwen3_moe_sparse.pt2": ("qwen3_moe", PLAN, {"mask": "causal", "batch": 1}),
-    "mixtral_sparse.pt2": ("mixtral", sc.SparsityPlan(moe=sc.MoePlan(expert_budget=2)), {}),
+    "qwen3_moe_sparse.pt2": ("qwen3_moe", BOTH, {"mask": "causal", "batch": 1}),
     "portable_llama_sparse.pt2": ("llama", PLAN, {"flavour": "portable"}),
-    "portable_gpt_oss.pt2": ("gpt_oss", None, {"flavour": "portable"}),
 }
-
-
-def model_of(family: str) -> Any:
-    return zoo.build(family, "eager" if family in ("gemma2", "gpt_oss") else "sdpa")
 
 
 @pytest.fixture(scope="module")
@@ -46,24 +38,26 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> dict[str, list[torch.Tensor]]:
     """Writes every artefact; logits of the compiled verify."""
-    found = {}
+    found: dict[str, list[torch.Tensor]] = {}
     for name, (family, plan, arguments) in CASES.items():
-        model = model_of(family)
+        model = zoo.build(family, "eager" if family == "gemma2" else "sdpa")
         verify = sc.compile_verify(model, sc.VerifyCache(model, MAX_LEN), DRAFTS, plan, codegen="eager", strict=True)
         sc.export(verify, folder / name, strict=True, **arguments)
-        found[name] = run_steps(verify, verify.cache, "sparse" in name)
+        same = name.removeprefix("portable_")
+        found[name] = found[same] if same in found else run_steps(verify, verify.cache, "sparse" in name)
     return found
 
 
 def test_loaded_in_a_new_process(folder: Path, expected: dict[str, list[torch.Tensor]]) -> None:
-    for name, found in zip(CASES, run_elsewhere("load", *(folder / name for name in CASES))):
-        close(found, expected[name])
+    found, _ = run_elsewhere("load", *(folder / name for name in CASES))
+    for name, logits in zip(CASES, found):
+        close(logits, expected[name])
 
 
 def test_portable_where_spec_compile_cannot_be_imported(folder: Path, expected: dict[str, list[torch.Tensor]]) -> None:
-    names = [name for name in CASES if name.startswith("portable")]
-    for name, found in zip(names, run_elsewhere("run_pt2", *(folder / name for name in names))):
-        close(found, expected[name])
+    found, shown = run_elsewhere("run_pt2", folder / "portable_llama_sparse.pt2")
+    close(found[0], expected["portable_llama_sparse.pt2"])
+    assert shown.count("the cache holds") == 5
 
 
 def test_the_switch_reaches_the_program(expected: dict[str, list[torch.Tensor]]) -> None:
@@ -78,21 +72,18 @@ def test_aot_inductor(folder: Path) -> None:
     manifest = sc.export(verify, folder / "verify.aoti.pt2", flavour="portable", mask="causal", batch=1)
     assert (manifest.format, manifest.operators) == ("aoti", ())
     wanted = run_steps(verify, verify.cache, sparse=False)
-    close(run_elsewhere("load", folder / "verify.aoti.pt2")[0], wanted)
-    close(run_elsewhere("run_aoti", folder / "verify.aoti.pt2")[0], wanted)
-
-
-def test_example_runs(folder: Path, expected: dict[str, list[torch.Tensor]]) -> None:
-    command = [sys.executable, str(EXAMPLES / "run_pt2.py"), str(folder / "portable_llama_sparse.pt2")]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0 and done.stdout.count("the cache holds") == 5, done.stderr
+    run = sc.load(folder / "verify.aoti.pt2")
+    close(run_steps(run, run.cache, sparse=False), wanted)
+    found, shown = run_elsewhere("run_aoti", folder / "verify.aoti.pt2")
+    close(found[0], wanted)
+    assert shown.count("the cache holds") == 5
 
 
 def test_manifest(folder: Path, expected: dict[str, list[torch.Tensor]]) -> None:
     found = read_manifest(folder / "llama_sparse.pt2")
     assert (found.format, found.flavour, found.device, found.slots) == ("pt2", "ops", "cpu", MAX_LEN + 64)
     assert (found.rows, found.batch, found.model, found.sparse) == ((1, 16), (1, 64), "LlamaForCausalLM", True)
-    assert found.versions["torch"] == torch.__version__ and found.plan == PLAN.to_dict()
+    assert found.versions["torch"] == torch.__version__ and found.plan == json.loads(json.dumps(PLAN.to_dict()))
     assert {"spec_compile.attention_gathered_v1", "spec_compile.block_summary_v1_"} <= set(found.operators)
     names = [value.name for value in found.inputs]
     assert names[:4] == ["input_ids", "position", "position_ids", "attention_mask"]
@@ -118,7 +109,7 @@ def test_weights_once_and_no_cache_in_the_file(folder: Path) -> None:
 def test_batch_padding_and_tree(folder: Path) -> None:
     """Left padding, positions per row and a tree mask of two sequences give what the compiled verify gives."""
     torch.manual_seed(0)
-    model = model_of("llama")
+    model = zoo.build("llama", "sdpa", num_hidden_layers=1)
     verify = sc.compile_verify(model, sc.VerifyCache(model, 64, batch=2), 7, codegen="eager")
     sc.export(verify, folder / "padded.pt2")
     sc.export(verify, folder / "tree.pt2", mask="tree")
@@ -142,19 +133,21 @@ def test_batch_padding_and_tree(folder: Path) -> None:
 
 
 def test_summaries_follow_foreign_writes(folder: Path, expected: dict[str, list[torch.Tensor]]) -> None:
-    """A cache that was taken over from elsewhere is summarized anew."""
-    model = model_of("llama")
-    verify = sc.compile_verify(model, sc.VerifyCache(model, MAX_LEN), DRAFTS, PLAN, codegen="eager")
+    """A cache that was taken over from elsewhere is summarized anew; one that nobody else wrote is not."""
     run = sc.load(folder / "llama_sparse.pt2")
-    wanted = run_steps(verify, verify.cache, sparse=True)
     run_steps(run, run.cache, sparse=True)
-    for layer in run.cache.layers:
-        layer.keys.normal_()
-    run.cache.copy_from(verify.cache)
+    held = [layer.keys.clone() for layer in run.cache.layers]
     run.cache.crop(-3)
     again = torch.randint(3, zoo.VOCAB, (1, 3), generator=torch.Generator().manual_seed(5))
-    verify.cache.crop(-3)
-    assert torch.allclose(run(again), verify(again), atol=1e-5) and len(wanted) == 6
+    wanted = run(again)
+    for name, tensor in run.cache.summaries.items():
+        if name.startswith("spec_summary"):
+            tensor.mul_(-1)
+    run.cache.crop(-3)
+    for layer, keys in zip(run.cache.layers, held):
+        layer.keys.normal_()
+        layer.keys.copy_(keys)
+    assert torch.equal(run(again), wanted)
 
 
 @pytest.mark.parametrize(
@@ -217,10 +210,8 @@ def test_files_that_are_refused(folder: Path, tmp_path: Path, expected: dict[str
     refused("cut short")
     path.write_bytes(b"")
     refused("cut short")
-    position = whole.index(b"\x00" * 8, len(whole) // 3) + 2
     path.write_bytes(whole[: len(whole) // 3] + bytes(64) + whole[len(whole) // 3 + 64 :])
     refused("damaged")
-    assert position > 0
     torch.export.save(torch.export.export(torch.nn.Linear(2, 2), (torch.ones(1, 2),)), path)
     refused("not written by spec_compile.export")
     changes: list[tuple[Any, str]] = [
