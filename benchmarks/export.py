@@ -1,10 +1,10 @@
-"""Size, time and error of every artefact of ``spec_compile.export``: SmolLM2-135M-Instruct, or any model that is loaded by folder.
+"""Size, time and error of every artefact of ``spec_compile.export``: SmolLM2-135M-Instruct, or a model folder.
 
     python benchmarks/export.py --json export.json
     python benchmarks/export.py --cases ops.pt2 sparse_ops.pt2 ops.aoti.pt2 --device cuda --dtype bfloat16 --max-len 32768
 
-Each artefact is written, loaded in a new process, and runs three groups of five steps (T = 1, 2, 5, 16, 3, with a rollback) behind
-different numbers of tokens. The error is the largest difference of logits to the compiled verify of this process. Step times are
+Each artefact is written, loaded in a new process, and runs three groups of five steps (T = 1, 2, 5, 16, 3, with a rollback)
+behind different numbers of tokens. The error is the largest difference of logits to the compiled verify of this process. Step times are
 medians at T = 9 behind the longest prompt; those of the compiled verify are taken in the same kind of process.
 """
 
@@ -29,8 +29,10 @@ from spec_compile.loading import load_model, smollm2_path
 
 ROWS, DRAFTS = (1, 2, 5, 16, 3), 15
 # Artefact: format by its ending, then flavour, then whether it has the plan.
-CASES = ("ops.pt2", "sparse_ops.pt2", "portable.pt2", "sparse_portable.pt2", "portable.onnx", "sparse_portable.onnx", "ops.aoti.pt2",
-         "portable.aoti.pt2")  # fmt: skip
+CASES = (
+    "ops.pt2", "sparse_ops.pt2", "portable.pt2", "sparse_portable.pt2", "portable.onnx", "sparse_portable.onnx", "ops.aoti.pt2",
+    "portable.aoti.pt2",
+)  # fmt: skip
 DEFAULT = CASES[:5]
 
 

@@ -12,8 +12,9 @@ import torch
 
 pytest.importorskip("transformers", minversion="5.17")
 
-import spec_compile as sc
 from export_steps import DRAFTS, MAX_LEN, close, run_elsewhere, run_steps
+
+import spec_compile as sc
 from spec_compile import cli
 from spec_compile.errors import ArtefactError, CacheError, OptionsError
 from spec_compile.manifest import NAME, read_manifest
@@ -173,7 +174,7 @@ def test_bad_arguments(tmp_path: Path, arguments: dict[str, Any], message: str) 
 
 
 def test_models_that_cannot_be_exported(tmp_path: Path) -> None:
-    with pytest.raises(OptionsError, match="call model.eval"):
+    with pytest.raises(OptionsError, match=r"call model\.eval"):
         sc.export(zoo.build("llama", "sdpa").train(), tmp_path / "a.pt2", max_len=64)
     with pytest.raises(OptionsError, match="needs a transformers causal LM, got Linear"):
         sc.export(torch.nn.Linear(1, 1), tmp_path / "a.pt2", max_len=64)

@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-onnx = pytest.importorskip("onnx")
+pytest.importorskip("onnx")
 pytest.importorskip("onnxscript")
 pytest.importorskip("onnxruntime")
 pytest.importorskip("transformers", minversion="5.17")
 
-import spec_compile as sc
+import onnx
 from export_steps import DRAFTS, MAX_LEN, close, run_elsewhere, run_steps
+
+import spec_compile as sc
 from spec_compile import export_onnx
 from spec_compile.errors import ArtefactError, ExportError, OptionsError
 from spec_compile.models import zoo
@@ -121,7 +123,7 @@ def test_files_that_are_refused(folder: Path, verified: dict[str, Any], tmp_path
     model = onnx.load_from_string(whole)
     del model.metadata_props[:]
     onnx.save(model, path)
-    with pytest.raises(ArtefactError, match="not written by spec_compile.export"):
+    with pytest.raises(ArtefactError, match=r"not written by spec_compile\.export"):
         sc.load(path)
 
 

@@ -1,6 +1,6 @@
 """Run a portable .pt2 artefact with torch alone: ``python run_pt2.py verify.pt2``.
 
-spec_compile is not imported. The step writes K and V into the tensors it is given; a rejected draft is undone by a smaller length.
+spec_compile is not imported. The step writes K and V into the tensors it is given; a smaller length undoes rejected drafts.
 """
 
 from __future__ import annotations
