@@ -4,7 +4,7 @@
     python benchmarks/export.py --cases ops.pt2 sparse_ops.pt2 ops.aoti.pt2 --device cuda --dtype bfloat16 --max-len 32768
 
 Each artefact is written, loaded in a new process, and runs three groups of five steps (T = 1, 2, 5, 16, 3, with a rollback)
-behind different numbers of tokens. The error is the largest difference of logits to the compiled verify of this process. Step times are
+behind different numbers of tokens. The error is the largest difference of logits to the compiled verify. Step times are
 medians at T = 9 behind the longest prompt; those of the compiled verify are taken in the same kind of process.
 """
 

@@ -122,7 +122,17 @@ def _pt2(path: Path, manifest: Manifest, codegen: str | None) -> Callable[..., A
     module = torch.export.load(path).module()
     if codegen == "eager" or (codegen is None and manifest.device == "cpu"):
         return module
-    return torch.compile(module, fullgraph=True)
+    compiled = torch.compile(module, fullgraph=True)
+    varying = [value.shape.index("rows") if "rows" in value.shape else None for value in manifest.inputs]
+
+    def run(*args: Tensor) -> Any:
+        for tensor, dim in zip(args, varying):
+            # One graph for every number of rows; one row is a graph of its own.
+            if dim is not None and tensor.shape[dim] > 1:
+                torch._dynamo.maybe_mark_dynamic(tensor, dim)
+        return compiled(*args)
+
+    return run
 
 
 def _aoti(path: Path) -> Callable[..., Any]:
