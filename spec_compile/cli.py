@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +140,18 @@ def run_calibrate(args: argparse.Namespace) -> dict[str, Any]:
     return plan.to_dict()
 
 
+@contextlib.contextmanager
+def _showing(what: str) -> Iterator[Callable[[str], None]]:
+    """Show the stage at work on standard error, where rich is installed and somebody watches."""
+    try:
+        from rich.console import Console
+    except ImportError:
+        yield lambda stage: None
+        return
+    with Console(stderr=True).status(what) as status:
+        yield lambda stage: status.update(f"{what}: {stage}")
+
+
 def run_export(args: argparse.Namespace) -> dict[str, Any]:
     import torch
 
@@ -148,10 +162,12 @@ def run_export(args: argparse.Namespace) -> dict[str, Any]:
         raise SpecCompileError(f"--device {args.device}: there is no CUDA device here")
     model, _ = load_model(args.model, getattr(torch, args.dtype), args.attention)
     seconds: dict[str, float] = {}
-    manifest = export(
-        model.to(args.device), args.out, args.format, flavour=args.flavour, plan=args.plan, draft_len=args.draft_len,
-        max_len=args.max_len, batch=args.batch, mask=args.mask, strict=args.strict, opset=args.opset, seconds=seconds,
-    )  # fmt: skip
+    with _showing("export") as on_stage:
+        manifest = export(
+            model.to(args.device), args.out, args.format, flavour=args.flavour, plan=args.plan, draft_len=args.draft_len,
+            max_len=args.max_len, batch=args.batch, mask=args.mask, strict=args.strict, opset=args.opset, seconds=seconds,
+            on_stage=on_stage,
+        )  # fmt: skip
     beside = args.out.with_name(args.out.name + ".data")
     size = args.out.stat().st_size + (beside.stat().st_size if manifest.format == "onnx" and beside.is_file() else 0)
     found = manifest.report

@@ -149,9 +149,9 @@ class CacheLayer:
 class LoadedCache:
     """The cache of a loaded step; rolls back like :class:`~spec_compile.VerifyCache`."""
 
-    def __init__(self, manifest: Manifest, batch: int) -> None:
+    def __init__(self, manifest: Manifest, batch: int, device: torch.device) -> None:
         self._manifest, self.batch, self.length = manifest, batch, 0
-        found = {value.name: _zeros(value, batch, manifest.device) for value in manifest.written()}
+        found = {value.name: _zeros(value, batch, device) for value in manifest.written()}
         self.layers = [CacheLayer(found.pop(f"keys_{i}"), found.pop(f"values_{i}")) for i in range(manifest.layers)]
         self.summaries: dict[str, Tensor] = found
         self._versions: list[int] = []
@@ -228,7 +228,7 @@ class LoadedCache:
         return [layer.keys._version for layer in self.layers] if self.summaries else []
 
 
-def _zeros(value: Value, batch: int, device: str) -> Tensor:
+def _zeros(value: Value, batch: int, device: torch.device) -> Tensor:
     sizes = [batch if size == "batch" else int(size) for size in value.shape]
     with torch.inference_mode(False):
         return torch.zeros(sizes, dtype=getattr(torch, value.dtype), device=device)
@@ -245,7 +245,7 @@ class LoadedVerify:
     def __init__(self, manifest: Manifest, run: Runner, batch: int) -> None:
         self.manifest, self._run = manifest, run
         self.device = torch.device("cpu" if manifest.format == "onnx" else manifest.device)
-        self.cache = LoadedCache(manifest, batch)
+        self.cache = LoadedCache(manifest, batch, self.device)
         self.draft_len = manifest.rows[1] - 1
         self._constants: dict[Any, Tensor] = {}
 

@@ -201,7 +201,8 @@ def open_session(path: Path, manifest: Manifest, keywords: dict[str, Any]) -> Ca
         found = session.run(names, {name: tensor.numpy() for name, tensor in inputs.items()})
         for name, array in zip(names, found):
             if name in following:
-                inputs[following[name]].copy_(torch.from_numpy(array))
+                # The new array takes the place of the old one: a copy would read and write the whole cache.
+                inputs[following[name]].set_(torch.from_numpy(array))  # type: ignore[call-overload]
         return torch.from_numpy(found[0])
 
     return run

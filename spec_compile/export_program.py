@@ -44,7 +44,7 @@ class _Step(nn.Module):
 
         layers: list[Any] = []
         for k, v in zip(keys, values):
-            layer = StaticLayer(max_cache_len=self.slots)
+            layer: Any = StaticLayer(max_cache_len=self.slots)
             layer.keys, layer.values, layer.dtype, layer.device = k, v, k.dtype, k.device
             layer.batch_size, layer.num_heads, layer.k_head_dim, layer.v_head_dim = *k.shape[:2], k.shape[3], v.shape[3]
             # Each layer counts for itself, and the input stays what the caller gave.

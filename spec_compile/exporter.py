@@ -7,7 +7,7 @@ import importlib.metadata
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from spec_compile.errors import CacheError, ExportError, OptionsError
 from spec_compile.export_program import MASKS, MAX_BATCH, CacheShape, StepSpec, VerifyProgram, trace_step
 from spec_compile.logs import logger
 from spec_compile.manifest import FORMATS, NAME, Manifest, Value
-from spec_compile.options import Options
+from spec_compile.options import Options, disabled
 from spec_compile.passes.base import PassContext
 from spec_compile.plan import SparsityPlan
 from spec_compile.report import RewriteReport
@@ -45,6 +45,7 @@ def export(
     strict: bool = False,
     opset: int = 20,
     seconds: dict[str, float] | None = None,
+    on_stage: Callable[[str], None] | None = None,
     **options: Any,
 ) -> Manifest:
     """Write the rewritten verify step of a model to a file.
@@ -70,6 +71,7 @@ def export(
         strict: raise where an attention is refused, instead of warning.
         opset: of ONNX, 20 or later.
         seconds: is given the time of each stage.
+        on_stage: is called with the name of each stage when it begins.
         options: further backend options: ``block_size``, ``lowering``, ``max_q_len``.
 
     Returns:
@@ -80,11 +82,13 @@ def export(
         ExportError: the model cannot be exported so.
     """
     _compat.check_installed("torch")
+    if disabled():
+        raise OptionsError("SPEC_COMPILE_DISABLE is set, so nothing would be rewritten: unset it to export")
     target = Path(path)
     kind, flavour = _format(target, format, flavour)
     model, settings, drafts, slots, room = _source(verify_or_model, plan, draft_len, max_len, strict, options)
     _check(model, target, batch, mask, opset, kind)
-    spent: dict[str, float] = {} if seconds is None else seconds
+    clock = _Clock({} if seconds is None else seconds, on_stage)
     layers, device = _cache_shapes(model)
     spec = StepSpec(layers, drafts + 1, batch, slots, mask, _tree_types(model, mask))
     context = PassContext(
@@ -95,14 +99,14 @@ def export(
         moe_plan=None if settings.plan.moe is None or settings.plan.moe.exact else settings.plan.moe,
         batch_varies=batch is None,
     )
-    with _timed(spent, "trace"):
+    with clock.stage("trace"):
         verify = trace_step(model, call_model(model), spec, context)
     _complain(verify.report, settings.plan, strict)
     if flavour == "portable":
-        with _timed(spent, "decompose"):
+        with clock.stage("decompose"):
             verify = decompose(verify)
     manifest = _manifest(verify, kind, flavour, model, settings, spec, room, device, drafts)
-    _write(verify, target, kind, manifest, opset, spent)
+    _write(verify, target, kind, manifest, opset, clock)
     return manifest
 
 
@@ -274,29 +278,37 @@ def _capability(kind: str, device: torch.device) -> str:
     return str(torch.backends.cpu.get_cpu_capability())
 
 
-@contextlib.contextmanager
-def _timed(spent: dict[str, float], stage: str) -> Iterator[None]:
-    start = time.perf_counter()
-    yield
-    spent[stage] = time.perf_counter() - start
+class _Clock:
+    """Times of stages."""
+
+    def __init__(self, seconds: dict[str, float], on_stage: Callable[[str], None] | None) -> None:
+        self.seconds, self.on_stage = seconds, on_stage
+
+    @contextlib.contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        if self.on_stage is not None:
+            self.on_stage(name)
+        start = time.perf_counter()
+        yield
+        self.seconds[name] = time.perf_counter() - start
 
 
-def _write(verify: VerifyProgram, path: Path, kind: str, manifest: Manifest, opset: int, spent: dict[str, float]) -> None:
+def _write(verify: VerifyProgram, path: Path, kind: str, manifest: Manifest, opset: int, clock: _Clock) -> None:
     """Everything is written beside the target first: an interrupted export leaves the old file, or none."""
     with tempfile.TemporaryDirectory(dir=path.resolve().parent, prefix=f".{path.name}.") as folder:
         part = Path(folder) / path.name
         if kind == "pt2":
-            with _timed(spent, "save"):
+            with clock.stage("save"):
                 torch.export.save(verify.program, part, extra_files={NAME: manifest.to_json()})
         elif kind == "aoti":
             from spec_compile.export_aoti import compile_package
 
-            with _timed(spent, "compile"):
+            with clock.stage("compile"):
                 compile_package(verify, part, manifest)
         else:
             from spec_compile.export_onnx import write_onnx
 
-            with _timed(spent, "onnx"):
+            with clock.stage("onnx"):
                 write_onnx(verify, part, manifest, opset)
         # Weights beside an ONNX file go first: the file itself never names what is not there.
         for made in sorted(Path(folder).iterdir(), key=lambda found: found.name == path.name):
