@@ -50,7 +50,7 @@ def close(found: list[Tensor], wanted: list[Tensor]) -> None:
 
 _CHILD = """
 import sys
-kind, here, examples, *names = sys.argv[1:]
+kind, here, examples, prompt, *names = sys.argv[1:]
 if kind != "load":
     sys.modules["spec_compile"] = None
 sys.path[:0] = [here, examples]
@@ -61,24 +61,24 @@ for name in names:
     if kind == "load":
         import spec_compile
         verify = spec_compile.load(name)
-        found = run_steps(verify, verify.cache, "sparse" in name)
+        found = run_steps(verify, verify.cache, "sparse" in name, int(prompt))
     else:
         module = importlib.import_module(kind)
         step = getattr(module, "CompiledStep", module.Step)(name)
         call = (lambda ids, sparse=None: step(ids.numpy(), sparse)) if kind == "run_onnx" else step
-        found = run_steps(call, step, "sparse" in name)
+        found = run_steps(call, step, "sparse" in name, int(prompt))
         step.length = 0
         module.demonstrate(step)
     torch.save(found, f"{name}.{kind}")
 """
 
 
-def run_elsewhere(kind: str, *paths: Path) -> tuple[list[list[Tensor]], str]:
+def run_elsewhere(kind: str, *paths: Path, prompt: int = 150) -> tuple[list[list[Tensor]], str]:
     """Logits of :func:`run_steps` of artefacts, and what was printed, from one new process.
 
     ``kind`` is ``load``, or a file of docs/examples, which runs where spec_compile cannot be imported.
     """
-    printed = in_new_process(_CHILD, kind, str(HERE), str(EXAMPLES), *map(str, paths))
+    printed = in_new_process(_CHILD, kind, str(HERE), str(EXAMPLES), str(prompt), *map(str, paths))
     return [torch.load(f"{path}.{kind}") for path in paths], printed
 
 
