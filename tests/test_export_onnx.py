@@ -21,7 +21,7 @@ from spec_compile import export_onnx
 from spec_compile.errors import ArtefactError, ExportError, OptionsError
 from spec_compile.models import zoo
 
-# One layer that has it all: a window, sinks, experts, and a selection of blocks.
+# One layer with sinks, experts and a selection of blocks.
 FIELDS = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
 PLAN = sc.SparsityPlan(attention=sc.AttentionPlan(budget=32, block_size=16))
 SLOTS, PASTS = 800, (1, 17, 700)
