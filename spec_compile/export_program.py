@@ -137,7 +137,8 @@ def trace_step(model: Any, run: Callable[..., Tensor], spec: StepSpec, context: 
         with torch.no_grad():
             program = module_to_aten(step, args, dynamic_shapes=shapes)
     except Exception as error:
-        raise ExportError(f"torch.export cannot trace {type(model).__name__}: {_first_line(error)}") from error
+        advice = "; a fixed batch (batch=1) leaves fewer sizes to vary" if spec.batch is None else ""
+        raise ExportError(f"torch.export cannot trace {type(model).__name__}: {_first_line(error)}{advice}") from error
     found = [spec.arg.name for spec in program.graph_signature.input_specs if _is_user(spec)]
     if found != names:
         raise ExportError(f"torch.export named the inputs {found}, expected {names}")

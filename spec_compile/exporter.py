@@ -146,7 +146,8 @@ def _source(
         layers = getattr(given.cache, "layers", None)
         if not layers:
             raise CacheError(f"export needs a transformers cache, got {type(given.cache).__name__}: use VerifyCache")
-        slots = int(layers[0].keys.shape[2])
+        # Layers that slide keep their window only; the exported ones hold all.
+        slots = max(int(layer.keys.shape[2]) for layer in layers)
         room = given.cache.max_len if isinstance(given.cache, VerifyCache) else slots
         model = given.model
     else:
