@@ -42,6 +42,9 @@ def decompose(verify: VerifyProgram) -> VerifyProgram:
     for node in plain.graph.nodes:
         node.meta.pop("stack_trace", None)
     inputs = [spec.arg.name for spec in plain.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
+    expected = [name for name in verify.inputs if name in state or name not in verify.state]
+    if inputs != expected:
+        raise ExportError(f"torch {torch.__version__} renamed the inputs {expected} to {inputs}: use flavour='ops'")
     written = [name for name in verify.written if name in inputs]
     return VerifyProgram(plain, verify.report, inputs, state, written)
 
