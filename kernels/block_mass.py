@@ -22,6 +22,16 @@ def block_mass_reference(
     sinks: Tensor | None,
 ) -> Tensor:
     """See :func:`spec_compile.kernels.library.block_mass`."""
+    if q.device.type == "cpu" and bool((count.long() * block_size < gate).all()):
+        return q.new_zeros(q.shape[0], k.shape[1], ids.shape[-1], dtype=torch.float32)
+    return block_mass_without_host(q, k, mask, ids, count, block_size, scale, query, softcap, sinks)
+
+
+def block_mass_without_host(
+    q: Tensor, k: Tensor, mask: Tensor, ids: Tensor, count: Tensor, block_size: int, scale: float, query: str, softcap: float,
+    sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """The same without a look at data on the host: may be traced."""
     batch, heads, _, dim = q.shape
     kv_heads, kv_len = k.shape[1], k.shape[2]
     group, blocks = heads // kv_heads, ids.shape[-1]
@@ -33,8 +43,6 @@ def block_mass_reference(
         last = x[:, :, x.shape[2] - 1 :]
         return {"first": x[:, :, :1], "mean": last}[query] if query != "first_last" else torch.cat([x[:, :, :1], last], 2)
 
-    if q.device.type == "cpu" and bool((count.long() * block_size < gate).all()):
-        return q.new_zeros(batch, kv_heads, blocks, dtype=torch.float32)
     bias = pick(mask)
     seen = visible(bias)
     q = q.float().mean(2, keepdim=True) if query == "mean" else pick(q)

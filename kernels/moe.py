@@ -127,7 +127,7 @@ def moe_route_reference(
     if groups > 1:
         grouped = contest.unflatten(-1, (groups, -1))
         sums = grouped.gather(-1, _best(grouped, 2)).sum(-1)
-        kept = torch.zeros_like(sums, dtype=torch.bool).scatter_(-1, _best(sums, kept_groups), True)
+        kept = torch.zeros_like(sums, dtype=torch.bool).scatter(-1, _best(sums, kept_groups), True)
         contest = grouped.masked_fill(~kept.unsqueeze(-1), -torch.inf).flatten(-2)
     choice = _best(contest, k)
     weight = value.gather(-1, choice)

@@ -28,7 +28,7 @@ def _ranks(weight: Tensor, routed: Tensor) -> Tensor:
 
 def _places(order: Tensor) -> Tensor:
     """Inverse of a permutation along the last axis."""
-    return torch.empty_like(order).scatter_(-1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order))
+    return torch.zeros_like(order).scatter(-1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order))
 
 
 def _best_first(value: Tensor, group: Tensor) -> Tensor:
@@ -89,7 +89,7 @@ def moe_limit_reference(
             assert logits is not None
             value, contest = _contest(logits.to(w.dtype), bias, score)
             mine = (
-                torch.zeros_like(contest, dtype=torch.int32).scatter_add_(-1, torch.where(keep, choice, 0).long(), keep.int()) > 0
+                torch.zeros_like(contest, dtype=torch.int32).scatter_add(-1, torch.where(keep, choice, 0).long(), keep.int()) > 0
             )
             free = held & ~mine
             order = _best_first(contest, free)

@@ -31,9 +31,8 @@ def summarize_blocks(k: Tensor, block_size: int, representative: str) -> Tensor:
     tail = blocks * block_size - length
     if representative == "mean":
         sums = torch.nn.functional.pad(k.float(), (0, 0, 0, tail)).view(batch, heads, blocks, block_size, dim).sum(3)
-        sizes = torch.full((blocks, 1), float(block_size), device=k.device)
-        sizes[-1] = block_size - tail
-        return (sums / sizes).to(k.dtype).unsqueeze(3)
+        first = torch.arange(blocks, device=k.device).unsqueeze(1) * block_size
+        return (sums / (length - first).clamp(max=block_size).float()).to(k.dtype).unsqueeze(3)
     low, high = (
         torch.nn.functional.pad(k, (0, 0, 0, tail), value=fill).view(batch, heads, blocks, block_size, dim)
         for fill in (torch.inf, -torch.inf)
@@ -119,21 +118,35 @@ def select_blocks_reference(
     floor: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See :func:`spec_compile.kernels.library.select_blocks`."""
+    if ids.device.type == "cpu" and bool((count.long() * block_size < gate).all()):
+        given = summary if scores is None else scores
+        assert given is not None
+        every = [x.expand(q.shape[0], *x.shape[1:]).repeat(1, given.shape[1], *[1] * (x.dim() - 2)) for x in (ids, count, full)]
+        return every[0], every[1], every[2]
+    return select_blocks_without_host(
+        q, summary, scores, ids, count, full, position, gate, block_size, scale, query, aggregate, heads, joint, sink, recent,
+        tokens, share, floor,
+    )  # fmt: skip
+
+
+def select_blocks_without_host(
+    q: Tensor, summary: Tensor | None, scores: Tensor | None, ids: Tensor, count: Tensor, full: Tensor, position: Tensor,
+    gate: Tensor, block_size: int, scale: float, query: str, aggregate: str, heads: str, joint: bool, sink: int, recent: int,
+    tokens: int, share: float, floor: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The same without a look at data on the host: may be traced."""
     given = summary if scores is None else scores
     assert given is not None
     batch, kv_heads, blocks = q.shape[0], given.shape[1], ids.shape[-1]
     ids, full, live = (x.expand(batch, *x.shape[1:])[:, 0] for x in (ids, full, count))
     live = live.long()
-    if live.device.type == "cpu" and bool((live * block_size < gate).all()):
-        every = (x.unsqueeze(1).repeat(1, kv_heads, 1) for x in (ids, full))
-        return next(every), live.to(torch.int32).unsqueeze(1).repeat(1, kv_heads), next(every)
     place = torch.arange(blocks, device=q.device)
     listed = place < live[:, None]
     # Only blocks that lie wholly below the first draft row have a representative; the others are kept.
     committed = (ids.long() + 1) * block_size <= position.expand(batch)[:, None]
     open_to_contest = listed & committed & (place >= sink) & (place < live[:, None] - recent)
     for_block = torch.zeros(batch, blocks + 1, dtype=torch.bool, device=q.device)
-    for_block.scatter_(1, torch.where(listed, ids.long(), blocks), open_to_contest)
+    for_block = for_block.scatter(1, torch.where(listed, ids.long(), blocks), open_to_contest)
     if scores is None:
         assert summary is not None
         scores = block_scores(q, summary, scale, query, for_block[:, :blocks], aggregate)
@@ -157,7 +170,7 @@ def _winners(scores: Tensor, open_to_contest: Tensor, budget: Tensor, joint: boo
         scores, contest = scores.reshape(batch, 1, -1), contest.reshape(batch, 1, -1)
         budget = budget * kv_heads
     order = scores.sort(dim=-1, descending=True, stable=True).indices
-    rank = torch.empty_like(order).scatter_(2, order, torch.arange(order.shape[-1], device=order.device).expand_as(order))
+    rank = torch.zeros_like(order).scatter(2, order, torch.arange(order.shape[-1], device=order.device).expand_as(order))
     # Places outside the contest share the lowest score with hopeless ones: count only those inside.
     ahead = contest.gather(2, order).long().cumsum(-1).gather(2, rank)
     return ((ahead <= budget[:, None, None]) & contest).view(batch, kv_heads, blocks)

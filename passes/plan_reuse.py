@@ -45,7 +45,7 @@ class PlanReuse(Pass):
         writes = writes_by_root(gm.graph)
         kinds, calls = [], iter(ctx.emitted)
         for ordinal, found in enumerate(ctx.attentions):
-            refused = found if isinstance(found, Rejection) else why_dense(found, next(calls), writes)
+            refused = found if isinstance(found, Rejection) else why_dense(found, next(calls), writes, ctx.batch_varies)
             name = found.layer or f"attention {ordinal}"
             if refused is None:
                 kinds.append(LayerKind(name, _geometry(found)))
@@ -65,14 +65,15 @@ def _geometry(match: AttentionMatch) -> Hashable:
     return match.key.kv_heads, str(match.key.kv_len), terms
 
 
-def why_dense(match: AttentionMatch, node: Node, writes: dict[Node, list[Node]]) -> Rejection | None:
+def why_dense(match: AttentionMatch, node: Node, writes: dict[Node, list[Node]], batch_varies: bool = False) -> Rejection | None:
     """Reason why a proven attention, now the call ``node``, cannot read a selection of its blocks, or None."""
     key = match.key
     if key.kind != "static":
         return Rejection(f"block selection needs a static cache, this one is {key.kind}: use spec_compile.VerifyCache", node.name)
     if key.storage.op != "placeholder" or len(shape(key.storage)) != 4:
         return Rejection("the K cache is part of a larger tensor, or held by the graph: it cannot be summarized", node.name)
-    if not all(isinstance(size, int) for size in shape(key.storage)):
+    fixed = [size for axis, size in enumerate(shape(key.storage)) if not batch_varies or axis != key.order[0]]
+    if not all(isinstance(size, int) for size in fixed):
         return Rejection("the length or batch of the cache is symbolic: use one cache length", node.name)
     held = tensor(node.args[1])
     missing = why_no_upkeep(held) if held is not None else None

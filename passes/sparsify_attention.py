@@ -147,11 +147,12 @@ def _summarize(gm: GraphModule, ctx: PassContext, anchors: list[Site], positions
     groups: dict[Any, list[Site]] = {}
     for site in anchors:
         k = site.operand(1)
-        groups.setdefault((k.device, k.dtype, shape(site.call.args[1]), k.stride()), []).append(site)
+        # A symbolic batch has no hash.
+        groups.setdefault((k.device, k.dtype, str(shape(site.call.args[1])), str(k.stride())), []).append(site)
     found: dict[Node, Node] = {}
     for number, group in enumerate(groups.values()):
         k = group[0].operand(1)
-        batch, heads, slots, dim = (int(size) for size in shape(group[0].call.args[1]))
+        batch, (heads, slots, dim) = shape(group[0].call.args[1])[0], map(int, shape(group[0].call.args[1])[1:])
         blocks, parts = -(-slots // plan.block_size), PARTS[plan.representative]
         caches = tuple(inputs[site.match.key.storage] for site in group)
         emit = Emitter(group[0].call)

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from spec_compile.explainer import explain
     from spec_compile.generation import GenerateOutput, generate
     from spec_compile.metrics import DecodingMetrics
+    from spec_compile.export_load import LoadedVerify, load
+    from spec_compile.exporter import export
     from spec_compile.models.cache import VerifyCache
     from spec_compile.models.hooks import prepare, restore
     from spec_compile.models.row_cache import RowCache
@@ -28,6 +30,7 @@ _HOME = {
     "AttentionPlan": "spec_compile.plan",
     "AuditPlan": "spec_compile.plan",
     "DecodingMetrics": "spec_compile.metrics",
+    "LoadedVerify": "spec_compile.export_load",
     "FfnPlan": "spec_compile.plan",
     "GenerateOutput": "spec_compile.generation",
     "MoeCalibration": "spec_compile.plan",
@@ -41,6 +44,8 @@ _HOME = {
     "compile_verify": "spec_compile.verify",
     "explain": "spec_compile.explainer",
     "generate": "spec_compile.generation",
+    "export": "spec_compile.exporter",
+    "load": "spec_compile.export_load",
     "moe_calibrate": "spec_compile.calibrate",
     "prepare": "spec_compile.models.hooks",
     "restore": "spec_compile.models.hooks",
@@ -48,8 +53,8 @@ _HOME = {
 
 __all__ = [
     "AttentionPlan", "AuditPlan", "DecodingMetrics", "FfnPlan", "GenerateOutput", "MoeCalibration", "MoePlan", "RewriteReport",
-    "RowCache", "SparsityPlan", "VerifyCache", "VerifyFunction", "__version__", "attach", "compile_verify", "explain",
-    "generate", "moe_calibrate", "prepare", "restore",
+    "LoadedVerify", "RowCache", "SparsityPlan", "VerifyCache", "VerifyFunction", "__version__", "attach", "compile_verify",
+    "explain", "export", "generate", "load", "moe_calibrate", "prepare", "restore",
 ]  # fmt: skip
 
 

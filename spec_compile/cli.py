@@ -1,10 +1,12 @@
-"""Command line: ``spec-compile demo``, ``generate``, ``explain`` and ``calibrate``. Every command takes ``--json FILE``."""
+"""Command line: ``spec-compile demo``, ``generate``, ``explain``, ``calibrate``, ``export``; each takes ``--json FILE``."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +65,25 @@ def build_parser() -> argparse.ArgumentParser:
     generate = commands.add_parser("generate", help="decode prompts speculatively: exact, sparse by a plan, or audited")
     cli_generate.add_arguments(generate)
 
-    for command in (demo, explain, calibrate, generate):
+    export = commands.add_parser("export", help="write the verify step of a model to a file that runs elsewhere")
+    export.add_argument("model", type=Path, metavar="MODEL_DIR_OR_GGUF")
+    export.add_argument("--out", type=Path, required=True, metavar="FILE", help="ends in .pt2, .aoti.pt2 or .onnx")
+    export.add_argument("--format", choices=("pt2", "aoti", "onnx"), help="default: by the ending of --out")
+    export.add_argument(
+        "--flavour", choices=("ops", "portable"), help="ops needs spec_compile at load; default ops, ONNX portable"
+    )
+    export.add_argument("--plan", type=Path, help="sparsity plan (JSON)")
+    export.add_argument("--draft-len", type=int, default=8, help="drafts per verify (default 8)")
+    export.add_argument("--max-len", type=int, default=8192, help="cache length in tokens (default 8192)")
+    export.add_argument("--batch", type=int, help="sequences (default: any number up to 64)")
+    export.add_argument("--mask", choices=("padding", "causal", "tree"), default="padding", help="mask input (default padding)")
+    export.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), default="float32", help="of the weights")
+    export.add_argument("--device", default="cpu", help="cpu (default) or cuda: where the file will run")
+    export.add_argument("--attention", choices=("sdpa", "eager"), default="sdpa", help="attention implementation")
+    export.add_argument("--opset", type=int, default=20, help="of ONNX (default 20)")
+    export.add_argument("--strict", action="store_true", help="fail where an attention is refused")
+
+    for command in (demo, explain, calibrate, generate, export):
         command.add_argument("--json", type=Path, metavar="FILE", help="write the numbers that were printed")
     return parser
 
@@ -124,6 +144,46 @@ def run_calibrate(args: argparse.Namespace) -> dict[str, Any]:
     return plan.to_dict()
 
 
+@contextlib.contextmanager
+def _showing(what: str) -> Iterator[Callable[[str], None]]:
+    """Show the stage at work on standard error, where rich is installed and somebody watches."""
+    try:
+        from rich.console import Console
+    except ImportError:
+        yield lambda stage: None
+        return
+    with Console(stderr=True).status(what) as status:
+        yield lambda stage: status.update(f"{what}: {stage}")
+
+
+def run_export(args: argparse.Namespace) -> dict[str, Any]:
+    import torch
+
+    from spec_compile.exporter import export
+    from spec_compile.loading import load_model
+
+    if args.device.startswith("cuda") and not torch.cuda.is_available():
+        raise SpecCompileError(f"--device {args.device}: there is no CUDA device here")
+    model, _ = load_model(args.model, getattr(torch, args.dtype), args.attention)
+    seconds: dict[str, float] = {}
+    with _showing("export") as on_stage:
+        manifest = export(
+            model.to(args.device), args.out, args.format, flavour=args.flavour, plan=args.plan, draft_len=args.draft_len,
+            max_len=args.max_len, batch=args.batch, mask=args.mask, strict=args.strict, opset=args.opset, seconds=seconds,
+            on_stage=on_stage,
+        )  # fmt: skip
+    beside = args.out.with_name(args.out.name + ".data")
+    size = args.out.stat().st_size + (beside.stat().st_size if manifest.format == "onnx" and beside.is_file() else 0)
+    found = manifest.report
+    print(
+        f"{args.out}: {manifest.format}, {manifest.flavour}, {size / 1e6:.1f} MB, {sum(seconds.values()):.1f} s; "
+        f"{found['attentions']} attentions rewritten, {found['refused']} refused, {found['sparse']} sparse"
+    )
+    print(f"  T {manifest.rows[0]}..{manifest.rows[1]}, batch {manifest.batch[0]}..{manifest.batch[1]}, {manifest.slots} slots")
+    print(f"  needs {', '.join(manifest.operators) or 'nothing of spec_compile'}")
+    return {"file": str(args.out), "bytes": size, "seconds": seconds, "manifest": manifest.to_dict()}
+
+
 def run_demo(args: argparse.Namespace) -> dict[str, Any]:
     try:
         from spec_compile.demo import run
@@ -138,7 +198,10 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if args.json is not None and not args.json.resolve().parent.is_dir():
             raise SpecCompileError(f"--json {args.json}: no such folder")
-        runs = {"demo": run_demo, "explain": run_explain, "calibrate": run_calibrate, "generate": cli_generate.run}
+        runs = {
+            "demo": run_demo, "explain": run_explain, "calibrate": run_calibrate, "generate": cli_generate.run,
+            "export": run_export,
+        }  # fmt: skip
         result = runs[args.command](args)
         if args.json is not None:
             write_json(args.json, result)

@@ -31,5 +31,13 @@ class StrictError(SpecCompileError, RuntimeError):
     """Raised under ``strict=True`` where the default would warn and carry on."""
 
 
+class ExportError(SpecCompileError, RuntimeError):
+    """A verify program cannot be exported as asked; the message says what stands in the way."""
+
+
+class ArtefactError(SpecCompileError, RuntimeError):
+    """A file is no artefact of ours, is damaged, or needs what is missing here; the message names it."""
+
+
 class VersionError(SpecCompileError, ImportError):
     """An installed dependency is outside the supported range."""

@@ -1,0 +1,283 @@
+"""``export`` and ``load``: .pt2 and AOTInductor artefacts against the compiled verify, each loaded in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", minversion="5.17")
+
+from export_steps import DRAFTS, MAX_LEN, close, run_elsewhere, run_steps
+
+import spec_compile as sc
+from spec_compile import cli
+from spec_compile.errors import ArtefactError, CacheError, OptionsError
+from spec_compile.manifest import NAME, read_manifest
+from spec_compile.models import zoo
+
+PLAN = sc.SparsityPlan(attention=sc.AttentionPlan(budget=32, block_size=16, index_topk_freq=2))
+BOTH = sc.SparsityPlan(attention=PLAN.attention, moe=sc.MoePlan(expert_budget=2))
+# Artefacts by family, plan and arguments. Those named sparse switch between sparse and exact steps.
+CASES: dict[tuple[str, Any], dict[str, dict[str, Any]]] = {
+    ("gemma2", None): {"gemma2.pt2": {"mask": "causal"}},
+    ("qwen3_moe", BOTH): {"sparse.pt2": {}, "portable_sparse.pt2": {"flavour": "portable", "batch": 1}},
+}
+NAMES = ["gemma2.pt2", "sparse.pt2", "portable_sparse.pt2"]
+
+
+def tied(vocabulary: int) -> Any:
+    model = zoo.build("llama", "sdpa", num_hidden_layers=1, tie_word_embeddings=True, vocab_size=vocabulary)
+    model.tie_weights()
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    return model
+
+
+def once_and_a_half(model: Any) -> float:
+    """Bytes of a file that holds a tied head once, and half of it to spare."""
+    return sum(p.numel() * 4 for p in model.parameters()) + model.lm_head.weight.numel() * 2
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("artefacts")
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> dict[str, list[torch.Tensor]]:
+    """Writes every artefact; logits of the compiled verify."""
+    found: dict[str, list[torch.Tensor]] = {}
+    for (family, plan), artefacts in CASES.items():
+        model = zoo.build(family, "eager" if family == "gemma2" else "sdpa")
+        verify = sc.compile_verify(model, sc.VerifyCache(model, MAX_LEN), DRAFTS, plan, codegen="eager", strict=True)
+        logits = run_steps(verify, verify.cache, plan is not None)
+        for name, arguments in artefacts.items():
+            sc.export(verify, folder / name, strict=True, **arguments)
+            found[name] = logits
+    return found
+
+
+def test_loaded_in_a_new_process(folder: Path, expected: dict[str, list[torch.Tensor]]) -> None:
+    found, _ = run_elsewhere("load", *(folder / name for name in NAMES))
+    for name, logits in zip(NAMES, found):
+        close(logits, expected[name])
+
+
+def test_portable_where_spec_compile_cannot_be_imported(folder: Path, expected: dict[str, list[torch.Tensor]]) -> None:
+    found, shown = run_elsewhere("run_pt2", folder / "portable_sparse.pt2")
+    close(found[0], expected["portable_sparse.pt2"])
+    assert shown.count("the cache holds") == 5
+
+
+def test_the_switch_reaches_the_program(expected: dict[str, list[torch.Tensor]]) -> None:
+    """The last two steps have the same tokens and position; the first of them is sparse, the second exact."""
+    for name in NAMES:
+        assert ("sparse" in name) == (float((expected[name][-2] - expected[name][-1]).abs().max()) > 1e-3), name
+
+
+def test_aot_inductor(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The C++ compiler's time is most of this test's.
+    monkeypatch.setattr(torch._inductor.config.aot_inductor, "compile_wrapper_opt_level", "O0")
+    model = tied(32768)
+    verify = sc.compile_verify(model, sc.VerifyCache(model, MAX_LEN), DRAFTS, codegen="eager")
+    manifest = sc.export(verify, folder / "verify.aoti.pt2", flavour="portable", mask="causal", batch=1)
+    assert (manifest.format, manifest.operators) == ("aoti", ())
+    assert (folder / "verify.aoti.pt2").stat().st_size < once_and_a_half(model)
+    wanted = run_steps(verify, verify.cache, sparse=False)
+    run = sc.load(folder / "verify.aoti.pt2")
+    close(run_steps(run, run.cache, sparse=False), wanted)
+    found, shown = run_elsewhere("run_aoti", folder / "verify.aoti.pt2")
+    close(found[0], wanted)
+    assert shown.count("the cache holds") == 5
+
+
+def test_manifest(folder: Path, expected: dict[str, list[torch.Tensor]]) -> None:
+    found = read_manifest(folder / "sparse.pt2")
+    assert (found.format, found.flavour, found.device, found.slots) == ("pt2", "ops", "cpu", MAX_LEN + 64)
+    assert (found.rows, found.batch, found.model, found.sparse) == ((1, 16), (1, 64), "Qwen3MoeForCausalLM", True)
+    assert found.versions["torch"] == torch.__version__ and found.plan == json.loads(json.dumps(BOTH.to_dict()))
+    needed = {"attention_gathered_v1", "block_summary_v1_", "moe_experts_v1", "moe_limit_v1"}
+    assert {f"spec_compile.{name}" for name in needed} <= set(found.operators)
+    names = [value.name for value in found.inputs]
+    assert names[:4] == ["input_ids", "position", "position_ids", "attention_mask"]
+    keys = found.inputs[names.index("keys_0")]
+    assert (keys.shape, keys.dtype, keys.written) == (("batch", 2, MAX_LEN + 64, 16), "float32", True)
+    assert found.outputs[0].shape == ("batch", "rows", zoo.VOCAB)
+    portable = read_manifest(folder / "portable_sparse.pt2")
+    assert portable.operators == () and not any(value.role in ("summary", "valid") for value in portable.inputs)
+
+
+def test_weights_once_and_no_cache_in_the_file(folder: Path) -> None:
+    model = tied(4096)
+    sc.export(model, folder / "tied.pt2", max_len=60_000, batch=1, mask="causal")
+    assert (folder / "tied.pt2").stat().st_size < once_and_a_half(model)
+    with zipfile.ZipFile(folder / "tied.pt2") as archive:
+        assert not any(b"/site-packages/" in archive.read(name) for name in archive.namelist() if name.endswith(".json"))
+
+
+def test_batch_padding_and_tree(folder: Path) -> None:
+    """Left padding, positions per row and a tree mask of two sequences give what the compiled verify gives."""
+    torch.manual_seed(0)
+    model = zoo.build("llama", "sdpa", num_hidden_layers=1)
+    verify = sc.compile_verify(model, sc.VerifyCache(model, 64, batch=2), 7, codegen="eager")
+    sc.export(verify, folder / "padded.pt2")
+    sc.export(verify, folder / "tree.pt2", mask="tree")
+    padded, tree = sc.load(folder / "padded.pt2", batch=2), sc.load(folder / "tree.pt2", batch=2)
+    ids, mask = torch.randint(3, zoo.VOCAB, (2, 8)), torch.ones(2, 8, dtype=torch.int64)
+    mask[1, :3] = 0
+    wanted = verify(ids, attention_mask=mask)
+    live = mask.bool().unsqueeze(-1)
+    assert torch.allclose((padded(ids, attention_mask=mask) * live), wanted * live, atol=1e-5)
+    tree.cache.copy_from(verify.cache)
+    drafts, positions = torch.randint(3, zoo.VOCAB, (2, 3)), torch.tensor([[8, 9, 9], [5, 6, 6]])
+    sees = torch.zeros(2, 1, 3, verify.cache.capacity, dtype=torch.bool)
+    sees[:, :, :, :8] = mask.bool()[:, None, None]
+    sees[:, :, 0, 8] = sees[:, :, 1, 8:10] = sees[:, :, 2, 8] = sees[:, :, 2, 10] = True
+    wanted = verify(drafts, position_ids=positions, attention_mask=sees)
+    assert torch.allclose(tree(drafts, position_ids=positions, attention_mask=sees), wanted, atol=1e-5)
+    with pytest.raises(OptionsError, match=r"attention_mask must be bool \[2, 1, 3, 128\]"):
+        tree(drafts)
+    with pytest.raises(OptionsError, match="trees need an export with mask='tree'"):
+        padded(drafts, attention_mask=sees)
+
+
+def test_summaries_follow_foreign_writes(folder: Path, expected: dict[str, list[torch.Tensor]]) -> None:
+    """A cache that was taken over from elsewhere is summarized anew; one that nobody else wrote is not."""
+    run = sc.load(folder / "sparse.pt2")
+    run_steps(run, run.cache, sparse=True)
+    held = [layer.keys.clone() for layer in run.cache.layers]
+    run.cache.crop(-3)
+    again = torch.randint(3, zoo.VOCAB, (1, 3), generator=torch.Generator().manual_seed(5))
+    wanted = run(again)
+    for name, tensor in run.cache.summaries.items():
+        if name.startswith("spec_summary"):
+            tensor.mul_(-1)
+    run.cache.crop(-3)
+    for layer, keys in zip(run.cache.layers, held):
+        layer.keys.normal_()
+        layer.keys.copy_(keys)
+    assert torch.equal(run(again), wanted)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"format": "tflite"}, "format must be one of"),
+        ({"flavour": "fast"}, "flavour must be"),
+        ({"mask": "blob"}, "mask must be one of"),
+        ({"batch": 0}, "batch must be at least 1"),
+        ({"draft_len": 99}, "draft_len must lie in"),
+        ({"max_len": None}, "max_len is needed"),
+        ({"path": "verify.bin"}, "path must end in"),
+        ({"path": "verify.onnx", "format": "pt2"}, "path must end in .pt2"),
+        ({"path": "missing/verify.pt2"}, "no such folder"),
+        ({"codegen": "eager"}, "unknown option 'codegen'"),
+    ],
+)
+def test_bad_arguments(tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
+    given = {"path": "verify.pt2", "max_len": 64, **arguments}
+    with pytest.raises(OptionsError, match=message):
+        sc.export(zoo.build("llama", "sdpa"), tmp_path / given.pop("path"), **given)
+    assert not list(tmp_path.iterdir())
+
+
+def test_models_that_cannot_be_exported(tmp_path: Path) -> None:
+    with pytest.raises(OptionsError, match=r"call model\.eval"):
+        sc.export(zoo.build("llama", "sdpa").train(), tmp_path / "a.pt2", max_len=64)
+    with pytest.raises(OptionsError, match="needs a transformers causal LM, got Linear"):
+        sc.export(torch.nn.Linear(1, 1), tmp_path / "a.pt2", max_len=64)
+    loop = zoo.build("qwen3_moe", "sdpa")
+    loop.set_experts_implementation("eager")
+    with pytest.raises(OptionsError, match="experts run in a Python loop"):
+        sc.export(loop, tmp_path / "a.pt2", max_len=64)
+    assert not list(tmp_path.iterdir())
+
+
+def _rewrite(path: Path, change: Any) -> None:
+    """Change the manifest inside an archive."""
+    with zipfile.ZipFile(path) as archive:
+        entries = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in entries.items():
+            if name.endswith(NAME):
+                found = json.loads(data)
+                change(found)
+                data = json.dumps(found).encode()
+            archive.writestr(name, data)
+
+
+def test_files_that_are_refused(folder: Path, tmp_path: Path, expected: dict[str, list[torch.Tensor]]) -> None:
+    whole = (folder / "gemma2.pt2").read_bytes()
+    path = tmp_path / "a.pt2"
+
+    def refused(match: str) -> None:
+        with pytest.raises(ArtefactError, match=match):
+            sc.load(path)
+
+    refused("no such file")
+    path.write_bytes(whole[: len(whole) // 2])
+    refused("cut short")
+    path.write_bytes(b"")
+    refused("cut short")
+    path.write_bytes(whole[: len(whole) // 3] + bytes(64) + whole[len(whole) // 3 + 64 :])
+    refused("damaged")
+    torch.export.save(torch.export.export(torch.nn.Linear(2, 2), (torch.ones(1, 2),)), path)
+    refused("not written by spec_compile.export")
+    changes: list[tuple[Any, str]] = [
+        (lambda m: m.update(schema=99), "manifest of schema 99"),
+        (lambda m: m.pop("inputs"), "manifest is damaged"),
+        (lambda m: m.update(operators=["spec_compile.attention_v77"]), "operators that are not here: spec_compile.attention_v77"),
+    ]
+    if not torch.cuda.is_available():
+        changes.append((lambda m: m.update(device="cuda"), "there is no CUDA device here"))
+    for change, message in changes:
+        path.write_bytes(whole)
+        _rewrite(path, change)
+        refused(message)
+
+
+def test_calls_that_are_refused(folder: Path, expected: dict[str, list[torch.Tensor]]) -> None:
+    run = sc.load(folder / "gemma2.pt2")
+    with pytest.raises(OptionsError, match=r"17 rows; this artefact was made for 1..16"):
+        run(torch.zeros(1, 17, dtype=torch.int64))
+    with pytest.raises(OptionsError, match="has batch 2"):
+        run(torch.zeros(2, 3, dtype=torch.int64))
+    with pytest.raises(OptionsError, match="sparse=True needs an artefact with a plan"):
+        run(torch.zeros(1, 3, dtype=torch.int64), sparse=True)
+    with pytest.raises(CacheError, match="at most 0"):
+        run.cache.crop(-1)
+    run.cache.length = MAX_LEN + 60
+    with pytest.raises(CacheError, match="the cache is too short"):
+        run(torch.zeros(1, 5, dtype=torch.int64))
+    with pytest.raises(OptionsError, match="batch must be 1"):
+        sc.load(folder / "portable_sparse.pt2", batch=2)
+
+
+def test_an_export_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.pt2").write_text("before")
+
+    def fail(*args: Any, **keywords: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch.export, "save", fail)
+    with pytest.raises(KeyboardInterrupt):
+        sc.export(zoo.build("llama", "sdpa", num_hidden_layers=1), tmp_path / "a.pt2", max_len=64)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.pt2"] and (tmp_path / "a.pt2").read_text() == "before"
+
+
+def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("spec_compile.loading.load_model", lambda *args: (zoo.build("llama", "sdpa", num_hidden_layers=1), None))
+    PLAN.save(tmp_path / "plan.json")
+    out = tmp_path / "verify.pt2"
+    arguments = ["export", "model", "--out", str(out), "--plan", str(tmp_path / "plan.json"), "--max-len", "128"]
+    assert cli.main([*arguments, "--draft-len", "4", "--json", str(tmp_path / "numbers.json")]) == 0
+    assert "1 attentions rewritten, 0 refused, 1 sparse" in capsys.readouterr().out
+    numbers = json.loads((tmp_path / "numbers.json").read_text())
+    assert numbers["bytes"] == out.stat().st_size and numbers["manifest"]["rows"] == [1, 5]
+    assert sc.load(out)(torch.zeros(1, 5, dtype=torch.int64)).shape == (1, 5, zoo.VOCAB)
+    assert cli.main(["export", "model", "--out", str(tmp_path / "verify.bin")]) == 1
+    assert "path must end in" in capsys.readouterr().err

@@ -1,0 +1,59 @@
+"""On a CUDA device: artefacts of each format against the compiled verify, loaded in a new process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", minversion="5.17")
+
+import spec_compile as sc
+from spec_compile.models.zoo import VOCAB, build
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+PLAN = sc.SparsityPlan(attention=sc.AttentionPlan(budget=32, block_size=16, index_topk_freq=2))
+
+
+def steps(verify: Any, sparse: bool) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    found = []
+    for index, rows in enumerate((16,) * 9 + (1, 2, 5, 16, 3)):
+        ids = torch.randint(3, VOCAB, (1, rows), generator=generator).cuda()
+        found.append(verify(ids, sparse=False if sparse and index < 9 else None))
+        if index == 11:
+            verify.cache.crop(-4)
+    return found[9:]
+
+
+@pytest.mark.parametrize("name", ["ops.pt2", "portable.pt2", "ops.aoti.pt2", "portable.aoti.pt2"])
+@pytest.mark.parametrize(("family", "plan"), [("llama", None), ("llama", PLAN), ("qwen3_moe", None)])
+def test_loaded_steps_equal_the_compiled_verify(name: str, family: str, plan: Any, tmp_path: Path) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    model = build(family, "sdpa").cuda()
+    verify = sc.compile_verify(model, sc.VerifyCache(model, 256), 15, plan, codegen="eager", strict=True)
+    flavour = name.split(".")[0]
+    manifest = sc.export(verify, tmp_path / name, flavour=flavour, batch=1, strict=True)
+    assert manifest.device == "cuda" and bool(manifest.operators) == (flavour == "ops")
+    wanted = steps(verify, plan is not None)
+    run = sc.load(tmp_path / name)
+    for found, exact in zip(steps(run, plan is not None), wanted):
+        assert not found.isnan().any()
+        assert torch.allclose(found, exact, atol=1e-4, rtol=1e-4), float((found - exact).abs().max())
+
+
+def test_half_precision_and_any_batch(tmp_path: Path) -> None:
+    """The Triton kernels serve the loaded program: bfloat16, two sequences, left padding."""
+    model = build("llama", "sdpa", dtype=torch.bfloat16).cuda()
+    verify = sc.compile_verify(model, sc.VerifyCache(model, 128, batch=2), 7, codegen="eager", strict=True)
+    manifest = sc.export(verify, tmp_path / "a.pt2", strict=True)
+    assert "spec_compile.attention_triton_v1" in manifest.operators
+    run = sc.load(tmp_path / "a.pt2", batch=2)
+    ids, mask = torch.randint(3, VOCAB, (2, 8)).cuda(), torch.ones(2, 8, dtype=torch.int64).cuda()
+    mask[1, :3] = 0
+    wanted, found = (verify(ids, attention_mask=mask), run(ids, attention_mask=mask))
+    live = mask.bool().unsqueeze(-1)
+    assert torch.allclose((found * live).float(), (wanted * live).float(), atol=0.05, rtol=0.05)
