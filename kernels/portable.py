@@ -173,28 +173,41 @@ def _linears(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> list[Ten
 def _experts(
     x: Tensor, choice: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None,
     down_bias: Tensor | None, activation: str, interleaved: bool, transposed: bool, limit: float = 0.0, alpha: float = 0.0,
+    up: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Few experts compute all rows, each weight being read where it lies; of many, the chosen ones are gathered."""
     experts, top_k = gate_up.shape[0], choice.shape[1]
     routed = (choice >= 0) & (choice < experts)
     safe = torch.where(routed, choice, 0).long()
     if experts <= 8 * top_k:
-        inner = _product(x.unsqueeze(0), gate_up, gate_up_bias, transposed)
-        found = _product(gated(inner, activation, interleaved, limit, alpha), down, down_bias, transposed)
+        gate, other = _halves(x.unsqueeze(0), gate_up, up, gate_up_bias, interleaved, transposed)
+        found = _product(gated(gate, other, activation, limit, alpha), down, down_bias, transposed)
         # [E, N, H] to [N, K, H]
         by_row = found.transpose(0, 1)
         pairs = by_row.gather(1, safe.unsqueeze(-1).expand(-1, -1, by_row.shape[2]))
     else:
         flat = safe.flatten()
         rows = x.unsqueeze(1).expand(-1, top_k, -1).reshape(-1, 1, x.shape[1])
-        picked = [None if t is None else t[flat] for t in (gate_up, gate_up_bias, down, down_bias)]
-        assert picked[0] is not None and picked[2] is not None
-        inner = _product(rows, picked[0], picked[1], transposed)
-        found = _product(gated(inner, activation, interleaved, limit, alpha), picked[2], picked[3], transposed)
+        chosen_up, first_bias, last_bias = (None if t is None else t[flat] for t in (up, gate_up_bias, down_bias))
+        gate, other = _halves(rows, gate_up[flat], chosen_up, first_bias, interleaved, transposed)
+        found = _product(gated(gate, other, activation, limit, alpha), down[flat], last_bias, transposed)
         pairs = found.view(-1, top_k, found.shape[2])
     wide = wide_dtype(x.dtype)
     terms = torch.where(routed.unsqueeze(-1), pairs.to(wide) * weight.to(wide).unsqueeze(-1), 0)
     return terms.sum(1).to(x.dtype)
+
+
+def _halves(
+    x: Tensor, gate_up: Tensor, up: Tensor | None, bias: Tensor | None, interleaved: bool, transposed: bool
+) -> tuple[Tensor, Tensor]:
+    """Gate and up of every expert, from one weight or from two."""
+    inner = _product(x, gate_up, bias, transposed)
+    if up is not None:
+        return inner, _product(x, up, None, transposed)
+    if interleaved:
+        return inner[..., 0::2], inner[..., 1::2]
+    gate, other = inner.chunk(2, -1)
+    return gate, other
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:

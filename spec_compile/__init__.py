@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from spec_compile.attachment import attach
     from spec_compile.calibrate import moe_calibrate
     from spec_compile.explainer import explain
-    from spec_compile.generation import GenerateOutput, generate
-    from spec_compile.metrics import DecodingMetrics
     from spec_compile.export_load import LoadedVerify, load
     from spec_compile.exporter import export
+    from spec_compile.generation import GenerateOutput, generate
+    from spec_compile.metrics import DecodingMetrics
     from spec_compile.models.cache import VerifyCache
     from spec_compile.models.hooks import prepare, restore
     from spec_compile.models.row_cache import RowCache
@@ -52,9 +52,29 @@ _HOME = {
 }
 
 __all__ = [
-    "AttentionPlan", "AuditPlan", "DecodingMetrics", "FfnPlan", "GenerateOutput", "MoeCalibration", "MoePlan", "RewriteReport",
-    "LoadedVerify", "RowCache", "SparsityPlan", "VerifyCache", "VerifyFunction", "__version__", "attach", "compile_verify",
-    "explain", "export", "generate", "load", "moe_calibrate", "prepare", "restore",
+    "AttentionPlan",
+    "AuditPlan",
+    "DecodingMetrics",
+    "FfnPlan",
+    "GenerateOutput",
+    "LoadedVerify",
+    "MoeCalibration",
+    "MoePlan",
+    "RewriteReport",
+    "RowCache",
+    "SparsityPlan",
+    "VerifyCache",
+    "VerifyFunction",
+    "__version__",
+    "attach",
+    "compile_verify",
+    "explain",
+    "export",
+    "generate",
+    "load",
+    "moe_calibrate",
+    "prepare",
+    "restore",
 ]  # fmt: skip
 
 
