@@ -255,6 +255,7 @@ class AttachHandle:
             call = self._reader.arguments(given)
             signature = (kind, *call)
             if signature in self._refused:
+                self._complain(self._refused[signature])
                 return False, self._refused[signature]
             try:
                 # Batches over growing caches, seen in plain decoding only, must not use up the compilations of single sequences.
