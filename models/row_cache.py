@@ -23,6 +23,10 @@ class RowLayer(StaticLayer):
     ``cumulative_length`` is int64 ``[B]``, one tensor for all layers of a device, and is not moved by :meth:`update`.
     """
 
+    keys: Any
+    values: Any
+    cumulative_length: Any
+
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         batch, rows = key_states.shape[0], key_states.shape[2]
         places = torch.arange(batch, device=self.device)[:, None]
@@ -57,8 +61,7 @@ class RowCache(VerifyCache):
         with torch.inference_mode(False):
             layers = [_row_layer(layer) for layer in self.layers]
             self._counts = {layer.device: torch.zeros(batch, dtype=torch.int64, device=layer.device) for layer in layers}
-            pinned = any(device.type == "cuda" for device in self._counts)
-            self._staged = torch.zeros(batch, dtype=torch.int64, pin_memory=pinned)
+            self._pinned = any(device.type == "cuda" for device in self._counts)
         for counts in self._counts.values():
             torch._dynamo.mark_static_address(counts)
         for layer in layers:
@@ -97,9 +100,10 @@ class RowCache(VerifyCache):
         if list(lengths) == self._held:
             return
         self._held = [int(n) for n in lengths]
-        self._staged.copy_(torch.tensor(self._held))
+        # A new tensor each time: an upload may still be under way.
+        staged = torch.tensor(self._held, pin_memory=self._pinned)
         for counts in self._counts.values():
-            counts.copy_(self._staged, non_blocking=True)
+            counts.copy_(staged, non_blocking=True)
 
     def crop(self, tokens_to_remove: Any) -> None:
         """Roll back tokens: one number for all sequences or one for each, at most 0 as for :meth:`VerifyCache.crop`."""
@@ -136,7 +140,8 @@ class RowCache(VerifyCache):
         # Sequences with shorter paths copy slots onto themselves.
         source = [[held + row for row in [*path, *range(len(path), longest)]] for held, path in zip(self._held, paths)]
         target = [[held + place for place in range(longest)] for held in self._held]
-        moved = {device: torch.tensor([source, target]).to(device, non_blocking=True) for device in self._counts}
+        staged = torch.tensor([source, target], pin_memory=self._pinned)
+        moved = {device: staged.to(device, non_blocking=True) for device in self._counts}
         with torch.no_grad(), keep_trust([layer.keys for layer in self.layers]):
             for layer in self.layers:
                 taken, put = moved[layer.device]

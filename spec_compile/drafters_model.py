@@ -237,7 +237,7 @@ class DraftHead(HostDrafter):
         max_drafts: drafts per step, 1..31.
         sampler: as of :class:`AssistantModel`.
 
-    A loop that runs it hands over hidden states by :meth:`observe` before each ``accept``.
+    The loop (``generate`` does) hands over hidden states by :meth:`observe` before each ``accept``.
     """
 
     needs_hidden = True

@@ -289,9 +289,6 @@ class CapturedRows(StepGraph):
         with torch.inference_mode(False):
             self._counts = torch.zeros(batch, dtype=torch.int64, device=self._device)
             self._shape = torch.zeros(rows, 2, dtype=torch.int64, device=self._device)
-            # Pinned and contiguous: other copies to the device would wait for it. A step ends by waiting, so they are free again.
-            self._staged_ids = torch.zeros(batch, rows, dtype=torch.int64).pin_memory()
-            self._staged_counts = torch.zeros(batch, dtype=torch.int64).pin_memory()
         self._shaped: Tensor | None = None
 
     def __call__(self, last: Sequence[int], drafts: Tensor, counts: Sequence[int], shape: Tensor) -> Tensor:  # type: ignore[override]
@@ -299,14 +296,15 @@ class CapturedRows(StepGraph):
             with torch.cuda.device(self._device):
                 return self(last, drafts, counts, shape)
         columns = drafts.shape[1]
-        self._staged_ids[:, 0] = torch.tensor(last)
-        self._staged_counts.copy_(torch.tensor(list(counts)))
+        # Pinned and contiguous: other copies would wait for the device. New each time: an upload may still be under way.
+        ids = torch.zeros(len(last), self.rows, dtype=torch.int64, pin_memory=True)
+        ids[:, 0] = torch.tensor(last)
         if drafts.device.type == "cpu":
-            self._staged_ids[:, 1 : columns + 1] = drafts
-        self._ids.copy_(self._staged_ids, non_blocking=True)
+            ids[:, 1 : columns + 1] = drafts
+        self._ids.copy_(ids, non_blocking=True)
         if drafts.device.type != "cpu":
             self._ids[:, 1 : columns + 1] = drafts
-        self._counts.copy_(self._staged_counts, non_blocking=True)
+        self._counts.copy_(torch.tensor(list(counts), pin_memory=True), non_blocking=True)
         if shape is not self._shaped:
             self._shape.copy_(shape)
             self._shaped = shape

@@ -14,7 +14,7 @@ from torch import Tensor
 pytest.importorskip("transformers", minversion="5.17")
 
 import spec_compile as sc
-from spec_compile.audit import AuditWindow
+from spec_compile.audit_window import AuditWindow
 from spec_compile.drafters import PromptLookup, Scripted
 from spec_compile.drafters_model import DraftHead
 from spec_compile.errors import PlanError
