@@ -10,8 +10,8 @@ whose budget is far below the prompts, so that sparse steps do differ. Every dif
 tokens in a forward of one row and in one of nine: they have opposite signs, or are tiny, where it is a near tie.
 
 ``audited``: the same model at long context. Drafters: prompt lookup, and scripts that propose the model's own continuation with a
-set chance of error, which makes bands of acceptance. Windows are filled unless ``--adapt`` is given. Bytes are counted from
-lengths, plan and compiled graph.
+set chance of error, which makes bands of acceptance. Windows end where K and V alone make it pay, or are filled
+(``--fill``). Bytes are counted from lengths, plan and compiled graph.
 
 ``system``: the shape of Llama-3.1-8B with random weights, bfloat16; see decoding_system.py.
 
@@ -53,7 +53,6 @@ TIGHT = sc.SparsityPlan(
 )
 SIXTH = sc.SparsityPlan(
     attention=sc.AttentionPlan(budget=1024, block_size=16, min_context=2048, index_topk_freq=2, aggregate="softmax"),
-    audit=sc.AuditPlan(cost="kv"),
 )
 
 
@@ -196,7 +195,7 @@ def long_prompt(tokenizer: Any, name: str, tokens: int) -> list[int]:
 def part_audited(args: argparse.Namespace, tick: Callable[[str], None]) -> None:
     model, tokenizer = load_model(args.model or smollm2_path())
     plan = SIXTH if args.plan is None else sc.SparsityPlan.load(args.plan)
-    plan = dataclasses.replace(plan, audit=sc.AuditPlan(window=args.window, adapt=args.adapt))
+    plan = dataclasses.replace(plan, audit=sc.AuditPlan(window=args.window, adapt=not args.fill, cost="kv"))
     book = Book(args.json, part="audited", context=args.context, new_tokens=args.new_tokens, plan=plan.to_dict(),
                 torch=torch.__version__, threads=torch.get_num_threads())  # fmt: skip
     cache = sc.RowCache(model, max_len=args.context + args.new_tokens)
@@ -255,8 +254,8 @@ def main() -> None:
     parser.add_argument("--bands", nargs="+", choices=list(BANDS), default=list(BANDS))
     parser.add_argument("--context", type=int, default=6000)
     parser.add_argument("--plan", type=Path, help="default a sixth of 6,000 tokens")
-    parser.add_argument("--window", type=int, default=16, help="most pending tokens (audited)")
-    parser.add_argument("--adapt", action="store_true", help="let measured agreement end windows; default fills them (audited)")
+    parser.add_argument("--window", type=int, default=32, help="most pending tokens (audited)")
+    parser.add_argument("--fill", action="store_true", help="fill windows; default ends them by agreement and bytes (audited)")
     system = parser.add_argument_group("system")
     system.add_argument("--points", nargs="+", default=["1x32768", "8x32768", "1x131072", "8x131072"], help="batch x context")
     system.add_argument("--methods", nargs="+", choices=decoding_system.METHODS, default=list(decoding_system.METHODS))

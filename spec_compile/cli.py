@@ -27,9 +27,9 @@ def build_parser() -> argparse.ArgumentParser:
     demo.add_argument(
         "--model", type=Path, help="model folder or GGUF file, or moe (small mixture); default SmolLM2-135M-Instruct"
     )
-    demo.add_argument("--new-tokens", type=int, default=64, help="tokens to generate per prompt (default 64)")
+    demo.add_argument("--new-tokens", type=int, default=48, help="tokens to generate per prompt (default 48)")
     demo.add_argument("--drafts", type=int, default=8, help="drafts per verify (default 8)")
-    demo.add_argument("--source-tokens", type=int, default=3000, help="tokens of Python source to continue (default 3000)")
+    demo.add_argument("--source-tokens", type=int, default=2000, help="tokens of Python source to continue (default 2000)")
     demo.add_argument("--device", default="auto", help="cpu, cuda or auto (default): the GPU if there is one")
 
     explain = commands.add_parser("explain", help="show what would be rewritten in a model, without loading its weights")

@@ -29,7 +29,7 @@ from spec_compile.plan import AttentionPlan, SparsityPlan
 
 METHODS = ("greedy", "prompt_lookup", "exact", "sparse", "audited")
 LABELS = {"greedy": "HF greedy", "prompt_lookup": "HF lookup", "exact": "exact", "sparse": "sparse", "audited": "audited"}
-# An eighth of the long prompt; the short ones are below the context from which a plan applies.
+# A fifth of the long prompt; the short ones are below the context from which a plan applies.
 PLAN = SparsityPlan(attention=AttentionPlan(budget=384, block_size=16, min_context=1024, index_topk_freq=2))
 
 
