@@ -101,7 +101,9 @@ def _writes_as_outputs(verify: VerifyProgram, manifest: Manifest) -> ExportedPro
 
 def _translations() -> dict[Any, Any]:
     """Operators that the exporter does not know, or expresses otherwise than meant."""
-    from onnxscript import opset20 as op
+    from onnxscript import opset20
+
+    op: Any = opset20
 
     def sort(self: Any, dim: int = -1, descending: bool = False, stable: bool = True) -> Any:
         # TopK gives equal values in the order of their places, as a stable sort does.
