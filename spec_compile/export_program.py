@@ -225,7 +225,10 @@ def _with_added_inputs(program: ExportedProgram, state: Sequence[StateInput], re
     specs = list(program.graph_signature.input_specs)
     specs += [InputSpec(InputKind.USER_INPUT, TensorArgument(name=name), None) for name in added]
     inputs = [spec.arg.name for spec in specs if _is_user(spec)]
-    flat = rebuild(program, graph, specs, list(program.graph_signature.output_specs), len(inputs), 1)
+    # Passes may have replaced the node that made an output.
+    results = zip(program.graph_signature.output_specs, graph.output_node().args[0], strict=True)
+    outputs = [OutputSpec(spec.kind, TensorArgument(name=node.name), spec.target) for spec, node in results]
+    flat = rebuild(program, graph, specs, outputs, len(inputs), 1)
     written = [name for name in inputs if name.startswith(("keys_", "values_", "spec_summary_", "spec_valid_"))]
     return VerifyProgram(flat, report, inputs, added, written)
 

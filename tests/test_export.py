@@ -281,3 +281,14 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkey
     assert sc.load(out)(torch.zeros(1, 5, dtype=torch.int64)).shape == (1, 5, zoo.VOCAB)
     assert cli.main(["export", "model", "--out", str(tmp_path / "verify.bin")]) == 1
     assert "path must end in" in capsys.readouterr().err
+
+
+def test_outputs_that_a_pass_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on Hopper, where the last linear layer becomes part of another call."""
+    monkeypatch.setattr("spec_compile.passes.fuse_linears.why_not", lambda *operands: None)
+    model = zoo.build("llama", "sdpa", num_hidden_layers=1)
+    verify = sc.compile_verify(model, sc.VerifyCache(model, 64), 4, codegen="eager")
+    manifest = sc.export(verify, tmp_path / "a.pt2", batch=1)
+    assert "spec_compile.linears_v1" in manifest.operators
+    ids = torch.tensor([[5, 6, 7]])
+    torch.testing.assert_close(sc.load(tmp_path / "a.pt2")(ids), verify(ids), atol=1e-5, rtol=1e-5)

@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("transformers", minversion="5.17")
 
 import spec_compile as sc
+from spec_compile.errors import ExportError
 from spec_compile.models.zoo import VOCAB, build
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -18,31 +19,39 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 PLAN = sc.SparsityPlan(attention=sc.AttentionPlan(budget=32, block_size=16, index_topk_freq=2))
 
 
-def steps(verify: Any, sparse: bool) -> list[torch.Tensor]:
+def steps(verify: Any) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     found = []
     for index, rows in enumerate((16,) * 9 + (1, 2, 5, 16, 3)):
         ids = torch.randint(3, VOCAB, (1, rows), generator=generator).cuda()
-        found.append(verify(ids, sparse=False if sparse and index < 9 else None))
+        found.append(verify(ids))
         if index == 11:
             verify.cache.crop(-4)
     return found[9:]
 
 
 @pytest.mark.parametrize("name", ["ops.pt2", "portable.pt2", "ops.aoti.pt2", "portable.aoti.pt2"])
-@pytest.mark.parametrize(("family", "plan"), [("llama", None), ("llama", PLAN), ("qwen3_moe", None)])
-def test_loaded_steps_equal_the_compiled_verify(name: str, family: str, plan: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_loaded_steps_equal_the_compiled_verify(name: str, family: str, tmp_path: Path) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     model = build(family, "sdpa").cuda()
-    verify = sc.compile_verify(model, sc.VerifyCache(model, 256), 15, plan, codegen="eager", strict=True)
+    verify = sc.compile_verify(model, sc.VerifyCache(model, 256), 15, codegen="eager", strict=True)
     flavour = name.split(".")[0]
     manifest = sc.export(verify, tmp_path / name, flavour=flavour, batch=1, strict=True)
     assert manifest.device == "cuda" and bool(manifest.operators) == (flavour == "ops")
-    wanted = steps(verify, plan is not None)
+    wanted = steps(verify)
     run = sc.load(tmp_path / name)
-    for found, exact in zip(steps(run, plan is not None), wanted):
+    for found, exact in zip(steps(run), wanted):
         assert not found.isnan().any()
         assert torch.allclose(found, exact, atol=1e-4, rtol=1e-4), float((found - exact).abs().max())
+
+
+@pytest.mark.parametrize("name", ["a.pt2", "a.aoti.pt2"])
+def test_sparse_steps_are_refused(name: str, tmp_path: Path) -> None:
+    model = build("llama", "sdpa").cuda()
+    with pytest.raises(ExportError, match="sparse steps are not exported for CUDA"):
+        sc.export(model, tmp_path / name, plan=PLAN, max_len=128)
+    assert not list(tmp_path.iterdir())
 
 
 def test_half_precision_and_any_batch(tmp_path: Path) -> None:
