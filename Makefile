@@ -32,7 +32,7 @@ types: $(VENV)/.installed
 
 # One thread a worker: two workers of two threads each would wait for one another.
 unit: $(VENV)/.installed
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not gpu" -n $(JOBS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not gpu" -n $(JOBS) --dist worksteal
 
 demo: $(VENV)/.installed
 	$(BIN)/spec-compile demo

@@ -152,8 +152,9 @@ def distance(found: Tensor, wanted: Tensor) -> float:
     return (found - wanted).abs().max().item() / max(1.0, wanted.abs().max().item())
 
 
-@pytest.mark.parametrize("lowering", ["auto", "reference"])
-@pytest.mark.parametrize("roles", PLANS)
+@pytest.mark.parametrize(
+    ("roles", "lowering"), [*((roles, "auto") for roles in PLANS), ("S000S", "reference"), ("dS1S3", "reference")]
+)
 def test_steps_equal_a_simulation(roles: str, lowering: str, simulate: Any) -> None:
     plan = PLANS[roles]
     ours, theirs, dense = filled(150), filled(150), filled(150)
@@ -168,8 +169,7 @@ def test_steps_equal_a_simulation(roles: str, lowering: str, simulate: Any) -> N
     assert len(verify.reports) == 1
 
 
-@pytest.mark.parametrize("codegen", ["eager", "inductor"])
-def test_a_batch_padded_on_the_left(codegen: str, simulate: Any) -> None:
+def test_a_batch_padded_on_the_left(simulate: Any) -> None:
     plan = PLANS["S0S2S"]
     padding = torch.ones(2, 150, dtype=torch.int64)
     padding[0, :70] = 0
@@ -179,7 +179,7 @@ def test_a_batch_padded_on_the_left(codegen: str, simulate: Any) -> None:
     mask = torch.cat([padding, torch.ones(2, ROWS, dtype=torch.int64)], 1)
     where = (mask.cumsum(-1) - 1)[:, -ROWS:]
     ids = tokens(ROWS, 9, 2)
-    found = verifier(caches[0], plan, codegen=codegen)(ids, attention_mask=mask)
+    found = verifier(caches[0], plan)(ids, attention_mask=mask)
     full = torch.nn.functional.pad(mask, (0, caches[1].capacity - mask.shape[1]), value=1)
     wanted, sim = simulate(plan, "S0S2S", caches[1], ids, attention_mask=full, position_ids=where)
     assert distance(found, wanted) <= 1e-5
@@ -357,7 +357,7 @@ def test_summaries_go_with_their_cache() -> None:
     assert gone() is None
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, 1e4])
+@pytest.mark.parametrize("value", [torch.nan, 1e4])
 def test_unread_slots_never_reach_the_result(value: float) -> None:
     """Slots past the tokens, and blocks that nobody selected, hold anything."""
     plan = AttentionPlan(budget=24, block_size=8, index_topk_freq=10)
