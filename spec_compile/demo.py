@@ -289,14 +289,14 @@ def _print(console: Console, result: dict[str, Any], tokenizer: Any) -> None:
     for name in names[1:]:
         text = tokenizer.decode(result["text"][name], skip_special_tokens=True).strip().splitlines()
         console.print(f"[bold]{name}[/bold] {text[0][:100] if text else ''}", highlight=False)
-    table = Table(title="greedy decoding, five ways", caption="tokens/s after the prefill; K+V: read per token of the source")
+    table = Table(title="greedy decoding, five ways", caption="tokens/s after the prefill; K+V: MB read per token of the source")
     table.add_column("", no_wrap=True)
     for column in ("same", "length", "tokens/s", "source", "short 1", "short 2", "K+V"):
         table.add_column(column, justify="right", no_wrap=True)
     for method in METHODS:
         m = result["methods"][method]
         cells = [f"{p['tokens_per_second']:.1f}" if p["tokens_per_second"] else "-" for p in m["prompts"]]
-        cells.append(f"{m['prompts'][0]['kv_bytes_per_token'] / 1e6:.1f} MB" if "kv_bytes" in m else "-")
+        cells.append(f"{m['prompts'][0]['kv_bytes_per_token'] / 1e6:.1f}" if "kv_bytes" in m else "-")
         summary = (f"{m['tokens_identical']:.1%}", f"{m['mean_acceptance_length']:.2f}", f"{m['tokens_per_second']:.1f}")
         table.add_row(LABELS[method], *summary, *cells)
     console.print(table)
