@@ -51,7 +51,7 @@ def attach(
         plan: sparsity plan; default exact. Under a sparse plan ``generate`` no longer returns the tokens of the model alone.
         draft_len: with ``cudagraphs``, captured steps have ``draft_len + 1`` rows, and fewer are padded to that; longer ones
             run compiled, but not captured.
-        strict: raise where a verify is refused or a call of that size passes through, instead of warning.
+        strict: raise where a verify is refused or does not compile, instead of warning.
         cudagraphs: on a CUDA device, capture whole steps over a :meth:`~AttachHandle.new_cache` cache and replay them.
         options: further backend options (``max_q_len``, ``block_size``, ``lowering``, ``codegen``, ``dump``, ``on_report``).
 

@@ -53,8 +53,8 @@ class DecodingLoop:
         """Prefill and decode; an interruption ends it, with what was generated until then."""
         start = time.perf_counter()
         try:
-            self.drafter.start([list(row) for row in self.tokens])
             with self.metrics.timed("prefill"):
+                self.drafter.start([list(row) for row in self.tokens])
                 self.prefill()
             while None in self.finish:
                 self.step()

@@ -20,7 +20,7 @@ def choose_device(name: str) -> torch.device:
         if device.type == "cuda":
             torch.cuda.get_device_properties(device)
     except (RuntimeError, AssertionError, ValueError) as error:
-        raise OptionsError(f"--device {name}: {str(error).splitlines()[0]}") from None
+        raise OptionsError(f"--device {name}: {next(iter(str(error).splitlines()), type(error).__name__)}") from None
     if device.type not in ("cpu", "cuda"):
         raise OptionsError(f"--device {name}: only cpu and cuda are supported")
     return device

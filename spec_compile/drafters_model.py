@@ -34,7 +34,8 @@ class AssistantModel(HostDrafter):
         sampler: how drafts are chosen; None greedily. Drafts that are drawn carry their distributions, and the target's sampler
             accepts them by ``min(1, p/q)``; it may have another temperature. Its random stream is split off, so that one seed may
             serve both.
-        max_len: tokens that the cache holds at first; default the prompt and 512 more. It is doubled when needed.
+        max_len: tokens that the cache holds at first; default the prompt and 512 more. It grows by as
+            many when needed, which compiles steps anew.
         options: of the backend that compiles the model's steps (``codegen``, ``cudagraphs``, ``lowering``).
 
     Raises:
@@ -53,6 +54,8 @@ class AssistantModel(HostDrafter):
         self.model, self._max_len = model, max_len
         self.sampler = None if sampler is None else sampler.for_drafts()
         self._options = Options.parse(options)
+        # Width of the target's logits; the drafting model's may be padded otherwise.
+        self.vocabulary: int | None = None
         self._cache: Any = None
         self._verify: Any = None
 
@@ -146,10 +149,12 @@ class AssistantModel(HostDrafter):
                     found[row] = logits[row, len(new) - 1].clone()
 
     def _choose(self, logits: Tensor, drafted: Sequence[Sequence[int]]) -> tuple[list[int], Tensor]:
+        logits = logits[..., : self.vocabulary]
         if self.sampler is None:
             return logits[:, 0].argmax(-1).tolist(), logits
         law = self.sampler.distribution(logits, [[*row, *new] for row, new in zip(self.rows, drafted)])
-        return self.sampler.draw(law)[:, 0].tolist(), law
+        tokens = self.sampler.draw(law)[:, 0].tolist()
+        return tokens, nn.functional.pad(law, (0, max(0, (self.vocabulary or 0) - law.shape[-1])))
 
     def accept(self, tokens: Sequence[Sequence[int]], kept: Sequence[int]) -> None:
         # The cache holds the drafts but the last, of which only those that were kept belong to the row.
@@ -215,8 +220,14 @@ def _shallow(module: Any, config: Any) -> Any:
     """A copy of a module that shares all but its table of submodules and its config."""
     twin = copy.copy(module)
     twin.__dict__["_modules"] = dict(module._modules)
-    # A model compiled in place would run the original.
+    # A model compiled in place would run the original, and so would one whose forward lies on the instance.
     twin.__dict__["_compiled_call_impl"] = None
+    forward = twin.__dict__.pop("forward", None)
+    if forward is not None and getattr(forward, "previous", forward) is not None:
+        raise OptionsError(
+            f"EarlyExit: forward of {type(module).__name__} was replaced on the instance (by a hook of accelerate, say), and "
+            "would run all layers: take a model without it"
+        )
     if hasattr(module, "config"):
         twin.config = config
     return twin
@@ -288,7 +299,8 @@ class DraftHead(HostDrafter):
         drafted: list[list[int]] = [[] for _ in self.rows]
         laws: list[list[Tensor]] = [[] for _ in self.rows]
         for row, tokens in enumerate(self.rows):
-            if not self.active[row] or room < 1:
+            # Before a prompt's second token there is no feature to go on.
+            if not self.active[row] or room < 1 or len(tokens) == 1:
                 continue
             if self._seen[row] != len(tokens) - 1:
                 raise OptionsError(

@@ -65,7 +65,7 @@ def load(path: str | os.PathLike[str], *, batch: int = 1, codegen: str | None = 
         made, here = manifest.versions.get("torch"), torch.__version__
         hint = "" if made == here else f"; it was made by torch {made}, this is {here}"
         raise ArtefactError(
-            f"{target} cannot be loaded: {type(error).__name__}: {str(error).splitlines()[0][:300]}{hint}"
+            f"{target} cannot be loaded: {type(error).__name__}: {next(iter(str(error).splitlines()), '')[:300]}{hint}"
         ) from error
     names = [value.name for value in manifest.inputs]
 

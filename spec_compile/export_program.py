@@ -7,7 +7,6 @@ add (block summaries and switches) become inputs of the program.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -90,7 +89,6 @@ class StepSpec:
         slots: of the cache.
         mask: ``causal`` (no mask input), ``padding`` (bool ``[B, slots]``) or ``tree`` (bool ``[B, 1, T, slots]``).
         mask_types: layer types that take a tree mask of their own.
-        positions: whether the model takes ``position_ids``.
     """
 
     layers: Sequence[CacheShape]
@@ -266,8 +264,3 @@ def rebuild(
         constants=program.constants,
         verifiers=program.verifiers,
     )
-
-
-def cache_bytes(spec: StepSpec) -> int:
-    """Size of the cache of one sequence."""
-    return sum(math.prod((x.kv_heads, spec.slots, x.k_dim + x.v_dim)) * x.dtype.itemsize for x in spec.layers)

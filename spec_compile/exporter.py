@@ -192,6 +192,8 @@ def _check(model: Any, path: Path, batch: int | None, mask: str, opset: int, kin
     odd = next((p for p in model.parameters() if not _compat.is_plain_tensor(p)), None)
     if odd is not None:
         raise OptionsError(f"a parameter is a {type(odd).__name__}: sharded or quantised tensors cannot be exported yet")
+    if kind == "onnx" and any(p.dtype == torch.bfloat16 for p in model.parameters()):
+        raise OptionsError("ONNX files are run through NumPy, which has no bfloat16: export model.float() or model.half()")
 
 
 def _cache_shapes(model: Any) -> tuple[list[CacheShape], torch.device]:
@@ -315,9 +317,15 @@ def _write(verify: VerifyProgram, path: Path, kind: str, manifest: Manifest, ops
             with clock.stage("onnx"):
                 write_onnx(verify, part, manifest, opset)
         # Weights beside an ONNX file go first: the file itself never names what is not there.
-        for made in sorted(Path(folder).iterdir(), key=lambda found: found.name == path.name):
-            if made.is_file():
-                mask = os.umask(0)
-                os.umask(mask)
-                made.chmod(0o666 & ~mask)
-                os.replace(made, path.resolve().parent / made.name)
+        files = sorted((f for f in Path(folder).iterdir() if f.is_file()), key=lambda found: found.name == path.name)
+        home = path.resolve().parent
+        if len(files) > 1:
+            # An old graph would load over new weights.
+            (home / path.name).unlink(missing_ok=True)
+        for made in files:
+            mask = os.umask(0)
+            os.umask(mask)
+            made.chmod(0o666 & ~mask)
+            os.replace(made, home / made.name)
+        if kind == "onnx" and len(files) == 1:
+            (home / f"{path.name}.data").unlink(missing_ok=True)

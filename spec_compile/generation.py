@@ -127,6 +127,8 @@ def generate(
     if min_new_tokens:
         sampler.forbid_end_before(stopping.end_tokens, [length + min_new_tokens for length in lengths])
     chosen = make_drafter(drafter, model)
+    if hasattr(chosen, "vocabulary"):
+        chosen.vocabulary = getattr(model.get_output_embeddings(), "out_features", None)
     metrics = DecodingMetrics(mode)
     _check_positions(model, max(lengths) + max_new_tokens)
     given_cache = cache
@@ -245,7 +247,10 @@ def _bar(progress: bool, total: int) -> Iterator[Callable[[int], None] | None]:
     if not progress:
         yield None
         return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    try:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    except ImportError:
+        raise OptionsError("progress=True needs rich: pip install rich") from None
 
     with Progress(TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()) as bar:
         task = bar.add_task("", total=total)

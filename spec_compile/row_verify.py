@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,6 +45,8 @@ class Compiled:
     switch: SparseSwitch | None
     reports: list[RewriteReport] = field(default_factory=list)
     runs: dict[int | None, Callable[..., Tensor]] = field(default_factory=dict)
+    # Generations in several threads share the switch: a step is launched as it was set.
+    lock: Any = field(default_factory=threading.RLock)
 
     def run(self, rows: int | None) -> Callable[..., Tensor]:
         if rows not in self.runs:
@@ -168,6 +171,7 @@ class RowVerify:
             logger.warning("cudagraphs=True: steps are compiled, but not captured: %s", reason)
             self._capture = False
         self._shapes: dict[Any, Tensor] = {}
+        self._sink, self._told = options.on_report, len(self._step.reports)
 
     @property
     def switch(self) -> SparseSwitch | None:
@@ -214,25 +218,38 @@ class RowVerify:
         captured = self._capture and not uneven and max(self.cache.lengths) + full <= self.cache.capacity
         if held and max(held) + rows > self.cache.capacity:
             self.cache.require_room(rows)
-        if self.switch is not None:
-            self.switch.set(sparse)
-        shape = self._shape(parents, columns, full if captured else rows)
         try:
-            if captured:
-                if full not in self._captured:
-                    call = functools.partial(self._call, self._step.run(full))
-                    self._captured[full] = CapturedRows(call, self.model, self.cache, batch, full, self.switch)
-                return self._logits(self._captured[full](last, drafts, counts, shape))
-            if not columns:
-                # A single row would be a graph of its own, and costs a step of two as much.
-                drafts, shape = torch.zeros(batch, 1, dtype=torch.int64), self._shape(None, 1, 2)
-            ids = torch.cat([torch.tensor(last)[:, None].to(self._device), drafts.to(self._device)], 1)
-            torch._dynamo.maybe_mark_dynamic(ids, 1)
-            torch._dynamo.maybe_mark_dynamic(shape, 0)
-            return self._logits(self._call(self._step.run(None), ids, torch.tensor(list(counts)).to(self._device), shape))
+            with self._step.lock:
+                if self.switch is not None:
+                    self.switch.set(sparse)
+                found = self._launch(last, drafts, counts, parents, full if captured else None)
         except Exception as error:
             self._raise(error)
             raise
+        if self._sink is not None:
+            for report in self._step.reports[self._told :]:
+                self._sink(report)
+            self._told = len(self._step.reports)
+        return found
+
+    def _launch(
+        self, last: Sequence[int], drafts: Tensor, counts: Sequence[int], parents: Sequence[int] | None, full: int | None
+    ) -> Tensor:
+        """A step as the switch stands, captured as one of ``full`` rows where that is given."""
+        batch, columns = drafts.shape
+        shape = self._shape(parents, columns, full or columns + 1)
+        if full is not None:
+            if full not in self._captured:
+                call = functools.partial(self._call, self._step.run(full))
+                self._captured[full] = CapturedRows(call, self.model, self.cache, batch, full, self.switch)
+            return self._logits(self._captured[full](last, drafts, counts, shape))
+        if not columns:
+            # A single row would be a graph of its own, and costs a step of two as much.
+            drafts, shape = torch.zeros(batch, 1, dtype=torch.int64), self._shape(None, 1, 2)
+        ids = torch.cat([torch.tensor(last)[:, None].to(self._device), drafts.to(self._device)], 1)
+        torch._dynamo.maybe_mark_dynamic(ids, 1)
+        torch._dynamo.maybe_mark_dynamic(shape, 0)
+        return self._logits(self._call(self._step.run(None), ids, torch.tensor(list(counts)).to(self._device), shape))
 
     @torch.no_grad()
     def _call(self, run: Callable[..., Tensor], ids: Tensor, counts: Tensor, shape: Tensor) -> Any:

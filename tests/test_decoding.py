@@ -333,3 +333,9 @@ def test_training_models_are_refused() -> None:
     model = build("llama", "sdpa").train()
     with pytest.raises(OptionsError, match=r"call model.eval\(\)"):
         sc.generate(model, [[3]])
+
+
+def test_reports_reach_their_sink() -> None:
+    model, found = build("llama", "sdpa", seed=5), []
+    sc.generate(model, prompts()[:1], max_new_tokens=4, codegen="eager", eos_token_id=[], on_report=found.append)
+    assert [report.kind for report in found] == ["verify"]

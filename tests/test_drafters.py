@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 pytest.importorskip("transformers", minversion="5.17")
 
+import spec_compile as sc
 from spec_compile.drafters import Draft, Drafter, PromptLookup, Scripted, make_drafter
 from spec_compile.drafters_model import AssistantModel, DraftHead, EarlyExit, first_layers
 from spec_compile.errors import OptionsError
@@ -410,3 +411,37 @@ def test_names() -> None:
     assert isinstance(make_drafter("early_exit", model), EarlyExit)
     given = Scripted([[[1]]])
     assert make_drafter(given) is given
+
+
+@pytest.mark.parametrize("width", [VOCAB - 8, VOCAB + 8])
+@pytest.mark.parametrize("sampled", [False, True])
+def test_an_assistant_with_padded_logits(target: Any, width: int, sampled: bool, uncompiled: None) -> None:
+    """Models of one family pad their logits to different widths; what is drafted exists for the target."""
+    assistant = build("llama", "sdpa", seed=2, vocab_size=width)
+    if width > VOCAB:
+        # Its favourites are tokens that the target does not have.
+        assistant.lm_head.bias = nn.Parameter(torch.where(torch.arange(width) < VOCAB, 0.0, 100.0))
+    drafter = AssistantModel(assistant, max_drafts=3, sampler=Sampler(True, seed=1) if sampled else None)
+    drafter.vocabulary = VOCAB
+    drafter.start(ROWS)
+    draft = drafter.propose(3)
+    assert int(draft.tokens.max()) < VOCAB
+    if sampled:
+        assert draft.probs is not None and draft.probs.shape[-1] == VOCAB
+        torch.testing.assert_close(draft.probs.sum(-1), torch.ones(draft.probs.shape[:2]))
+
+
+def test_first_layers_of_a_model_with_another_forward(target: Any) -> None:
+    model = build("llama", "sdpa", seed=1)
+    with sc.attach(model):
+        short = first_layers(model, 1)
+        assert "forward" not in short.__dict__
+    model.forward = model.forward
+    with pytest.raises(OptionsError, match="replaced on the instance"):
+        first_layers(model, 1)
+
+
+def test_a_head_waits_for_the_second_token(target: Any) -> None:
+    drafter = DraftHead(Head(target.get_input_embeddings(), 64), target.get_output_embeddings())
+    drafter.start([[5]])
+    assert drafter.propose(3).counts == [0]

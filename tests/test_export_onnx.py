@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,28 @@ def test_large_weights_lie_beside_once(folder: Path, monkeypatch: pytest.MonkeyP
     assert weights / 2 < (folder / "tied.onnx.data").stat().st_size < weights + model.lm_head.weight.numel() * 2
     assert (folder / "tied.onnx").stat().st_size < weights / 2
     assert sc.load(folder / "tied.onnx")(torch.zeros(1, 3, dtype=torch.int64)).shape == (1, 3, 4096)
+
+    # An export that breaks off between its two files leaves no graph over the weights of another.
+    replace = os.replace
+
+    def broken(source: Any, to: Any) -> None:
+        if str(to).endswith(".onnx"):
+            raise OSError("no space left")
+        replace(source, to)
+
+    monkeypatch.setattr(os, "replace", broken)
+    with pytest.raises(OSError, match="no space left"):
+        sc.export(model, folder / "tied.onnx", max_len=64, mask="causal", batch=1)
+    monkeypatch.undo()
+    assert not (folder / "tied.onnx").exists()
+    sc.export(model, folder / "tied.onnx", max_len=64, mask="causal", batch=1)
+    assert not (folder / "tied.onnx.data").exists(), "weights that the small file does not name"
+
+
+def test_bfloat16_is_refused(tmp_path: Path) -> None:
+    model = zoo.build("llama", "sdpa", num_hidden_layers=1).bfloat16()
+    with pytest.raises(OptionsError, match="bfloat16"):
+        sc.export(model, tmp_path / "a.onnx", max_len=64)
 
 
 def test_a_dropped_cache_is_an_error(folder: Path, expected: dict[Any, list[torch.Tensor]], tmp_path: Path) -> None:
