@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from spec_compile.audit_window import AuditWindow
-from spec_compile.decode_loop import DecodingLoop, narrowed
+from spec_compile.decode_loop import DecodingLoop, kept_rows, narrowed
 from spec_compile.drafters import Draft
 from spec_compile.plan import AuditPlan
 from spec_compile.sampling import Verdict
@@ -74,7 +74,7 @@ class AuditedLoop(DecodingLoop):
                 continue
             run, end = self.stopping.cut(i, row, verdict.kept[i])
             path = verdict.path[i]
-            rows[i] = len(run) if draft.parents is None else [0, *(index + 1 for index in path)][: len(run)]
+            rows[i] = kept_rows(draft, path, len(run))
             runs[i], self._pauses[i] = run, end is not None
             self.metrics.requests[i].judge(draft.depths[: draft.counts[i]], min(len(run), len(path)))
             self._note(i, verdict, len(run))
@@ -124,7 +124,7 @@ class AuditedLoop(DecodingLoop):
                 continue
             runs[i], ends[i] = self.stopping.cut(i, prefix, verdict.kept[i])
             kept, path = len(runs[i]), verdict.path[i]
-            rows[i] = kept if joined.parents is None else [0, *(index + 1 for index in path)][:kept]
+            rows[i] = kept_rows(joined, path, kept)
             agreed = min(len(path), counts[i])
             stays = min(agreed, kept)
             back[i], drafts[i] = counts[i] - stays, max(0, min(kept, len(path)) - counts[i])
