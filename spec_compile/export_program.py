@@ -162,7 +162,7 @@ def _examples(spec: StepSpec) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     varies = spec.rows > 1
     # A size of 1 would be specialised; and sizes must differ, lest two symbols become one.
     rows = 5 if spec.rows >= 5 else spec.rows
-    batch = spec.batch or 3
+    batch = spec.batch or (2 if rows == 3 else 3)
     t = torch.export.Dim("rows", min=1, max=spec.rows) if varies else None
     b = torch.export.Dim("batch", min=1, max=MAX_BATCH) if spec.batch is None else None
 
