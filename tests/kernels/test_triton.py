@@ -555,9 +555,7 @@ def test_linears(columns: tuple[int, ...], bias: bool, rows: int, size: int, dty
         assert rms(y.cpu(), wanted) <= 1.2 * rms(theirs, wanted) + 1e-6
 
 
-@pytest.mark.parametrize("dtype", DTYPES[1:])
-@pytest.mark.parametrize(("rows", "columns", "size"), [(1, 8, 64), (9, 60, 192), (16, 128, 2048), (17, 3, 2112), (32, 256, 4160)])
-def test_narrow_linear(rows: int, columns: int, size: int, dtype: torch.dtype) -> None:
+def check_narrow(rows: int, columns: int, size: int, dtype: torch.dtype) -> None:
     x = torch.randn(1, rows, size).to(dtype)
     weight = (torch.randn(columns, size) * size**-0.5).to(dtype)
     for bias in (None, torch.randn(columns).to(dtype)):
@@ -566,6 +564,21 @@ def test_narrow_linear(rows: int, columns: int, size: int, dtype: torch.dtype) -
         theirs = torch.nn.functional.linear(x, weight, bias)
         assert y.shape == theirs.shape and y.is_contiguous()
         assert rms(y, wanted) <= 1.2 * rms(theirs, wanted) + 1e-6
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+@pytest.mark.parametrize(("rows", "columns", "size"), [(1, 8, 64), (9, 60, 192), (16, 128, 2048), (17, 3, 2112), (32, 256, 4160)])
+def test_narrow_linear(rows: int, columns: int, size: int, dtype: torch.dtype) -> None:
+    check_narrow(rows, columns, size, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("columns", "size"), [(128, 2048), (8, 4096), (256, 7168), (64, 576)])
+def test_narrow_linear_at_the_sizes_of_routers(columns: int, size: int, dtype: torch.dtype) -> None:
+    for rows in (1, 8, 9, 16, 17, 32):
+        check_narrow(rows, columns, size, dtype)
 
 
 def test_linears_of_a_strided_input_and_opcheck() -> None:
