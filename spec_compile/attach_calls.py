@@ -33,10 +33,9 @@ class CallReader:
         self._signature = inspect.signature(forward)
         keep = self._signature.parameters.get("logits_to_keep")
         self._zero_keeps_all = keep is not None and keep.default == 0
-        self._depth = self._depth_now()
-
-    def _depth_now(self) -> Any:
-        return getattr(self._model.config.get_text_config(decoder=True), "num_hidden_layers", None)
+        # Early exit drafts by writing a smaller depth here; looking the config up takes longer than all else at every call.
+        self._config = model.config.get_text_config(decoder=True)
+        self._depth = getattr(self._config, "num_hidden_layers", None)
 
     def by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """The arguments that are not None, by name; of a call that forward will refuse, those passed by name."""
@@ -69,7 +68,7 @@ class CallReader:
             return "prefill: called without input_ids [B, T]"
         if cache is None or not hasattr(cache, "get_seq_length"):
             return "no cache"
-        if self._depth_now() != self._depth:
+        if getattr(self._config, "num_hidden_layers", None) != self._depth:
             return "draft: only the first layers run (early exit)"
         if not 1 <= ids.shape[1] <= self._max_q_len:
             return f"more than {self._max_q_len} rows: a prompt, or more drafts than max_q_len allows"
@@ -81,7 +80,7 @@ class CallReader:
         return ""
 
     def refusal(self, given: dict[str, Any]) -> str:
-        """Why a verify cannot be compiled, "" if it can."""
+        """Why a verify cannot be compiled over any cache, "" if it can."""
         if self._model.training:
             return "the model is in training mode: call model.eval()"
         if torch.is_grad_enabled() and any(weight.requires_grad for weight in self._model.parameters()):
@@ -93,16 +92,19 @@ class CallReader:
             return f"called with {', '.join(sorted(odd))}, which a verify does not take"
         if isinstance(given.get("logits_to_keep"), Tensor):
             return "logits_to_keep is a tensor: pass a number, or leave it out"
-        return cache_kind(given["past_key_values"])[1]
+        return ""
 
-    def arguments(self, given: dict[str, Any]) -> dict[str, Any]:
-        """What the compiled function gets; sizes that change from step to step are marked, so that few graphs serve all."""
+    def arguments(self, given: dict[str, Any], kind: str) -> dict[str, Any]:
+        """What the compiled function gets; sizes that change from step to step are marked, so that few graphs serve all.
+
+        ``kind`` is that of the cache (:func:`cache_kind`).
+        """
         call = {name: given[name] for name in _ARGUMENTS if name in given}
         rows, cache = call["input_ids"].shape[1], call["past_key_values"]
         if self._zero_keeps_all and call.get("logits_to_keep", 0) >= rows:
             # A number would become part of the graph.
             call.pop("logits_to_keep", None)
-        growing = cache_kind(cache)[0] == "growing"
+        growing = kind == "growing"
         mask = call.get("attention_mask")
         for part in mask.values() if isinstance(mask, dict) else [mask]:
             if isinstance(part, Tensor) and part.dim() == 2 and (growing or part.shape[1] != slots_of(cache)):

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from spec_compile.attach_calls import cache_kind, slots_of
+from spec_compile.attach_calls import slots_of
 from spec_compile.errors import CacheError, SpecCompileError
 from spec_compile.kernels.blocks import visible
 from spec_compile.logs import logger
@@ -56,7 +56,7 @@ class CapturedSteps:
         """The model's outputs, or None where the call has to run uncaptured.
 
         Args:
-            given: arguments of a verify, by name.
+            given: arguments of a verify over a static cache, by name.
 
         Raises:
             CacheError: the cache is too short.
@@ -64,7 +64,8 @@ class CapturedSteps:
         ids, cache, switch = given["input_ids"], given["past_key_values"], self._handle.switch
         rows, room = ids.shape[1], self._handle.draft_len + 1
         padded_and_sparse = self._rows_vote and switch is not None and switch.sparse and rows < room
-        if self._off or self._outputs is None or rows > room or padded_and_sparse or cache_kind(cache)[0] != "static":
+        hidden = getattr(self._handle.model.config, "output_hidden_states", False)
+        if self._off or self._outputs is None or rows > room or padded_and_sparse or hidden:
             return None
         with self._lock:
             if cache is not self._cache:
@@ -122,6 +123,9 @@ def is_plain_step(given: dict[str, Any], held: int, windows: dict[str, int | Non
         windows: see :func:`mask_windows`.
     """
     if not set(given) <= {"input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}:
+        return False
+    if given.get("logits_to_keep", 0) < 0:
+        # A slice from the front.
         return False
     ids, mask = given["input_ids"], given.get("attention_mask")
     rows, slots, device = ids.shape[1], slots_of(given["past_key_values"]), ids.device

@@ -122,6 +122,14 @@ class CallCounters:
         return text + "".join(f"; {count} x {reason}" for reason, count in self.passed_through.items())
 
 
+@dataclasses.dataclass(frozen=True)
+class _NotCompiled:
+    """Why a verify did not run compiled; ``signature``: of calls that never will, if the model itself takes this one."""
+
+    reason: str
+    signature: Any = None
+
+
 class AttachHandle:
     """Returned by :func:`attach`.
 
@@ -229,51 +237,54 @@ class AttachHandle:
             return own(*args, **kwargs)
         self._reader.check_batch(given)
         reason = _DISABLED if disabled() else self._reader.other_purpose(given)
+        signature: Any = None
         if not reason:
-            reason = self._reader.refusal(given)
+            kind, unfit = cache_kind(given["past_key_values"])
+            reason = self._reader.refusal(given) or unfit
             if reason:
                 self._complain(reason)
             else:
-                done, result = self._verify(given)
-                if done:
-                    return result
-                reason = result
+                found = self._verify(given, kind)
+                if not isinstance(found, _NotCompiled):
+                    return found
+                reason, signature = found.reason, found.signature
         with _lock:
             self.counters.passed_through[reason] = self.counters.passed_through.get(reason, 0) + 1
-        return own(*args, **kwargs)
+        outputs = own(*args, **kwargs)
+        if signature is not None:
+            # Not before: had the call been at fault, the model's own forward would have raised, and others like it may be right.
+            self._refused[signature] = reason
+        return outputs
 
-    def _verify(self, given: dict[str, Any]) -> tuple[bool, Any]:
-        """``(True, outputs)``, or ``(False, reason)`` if the call cannot be compiled."""
+    def _verify(self, given: dict[str, Any], kind: str) -> Any:
+        """Outputs of the compiled model, or why there are none."""
         cache, rows = given["past_key_values"], given["input_ids"].shape[1]
         if hasattr(cache, "require_room"):
             cache.require_room(rows)
         steps = self._steps
-        outputs = None if steps is None else steps.replay(given)
+        outputs = steps.replay(given) if steps is not None and kind == "static" else None
         captured = outputs is not None
         if not captured:
-            kind = cache_kind(cache)[0]
-            call = self._reader.arguments(given)
+            call = self._reader.arguments(given, kind)
             signature = (kind, *call)
             if signature in self._refused:
                 self._complain(self._refused[signature])
-                return False, self._refused[signature]
+                return _NotCompiled(self._refused[signature])
             try:
                 # Batches over growing caches, seen in plain decoding only, must not use up the compilations of single sequences.
                 batched = kind == "growing" and call["input_ids"].shape[0] > 1
                 outputs = self.run_of("growing batch" if batched else kind)(**call)
             except Exception as error:
                 reason, final = self._why_not_compiled(error)
-                if final:
-                    self._refused[signature] = reason
                 self._complain(reason)
-                return False, reason
+                return _NotCompiled(reason, signature if final else None)
             if steps is not None:
                 steps.learn(outputs)
         with _lock:
             self.counters.verify += 1
             self.counters.captured += captured
             self.counters.rows += rows
-        return True, outputs
+        return outputs
 
     def run_of(self, name: str) -> Callable[..., Any]:
         """The compiled forward for one kind of calls; Dynamo counts its recompilations apart from those of others."""

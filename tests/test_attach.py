@@ -565,7 +565,27 @@ def test_captured_steps_stand_in_for_plain_calls_only(monkeypatch: pytest.Monkey
         before = counters.captured
         with torch.no_grad():
             model(torch.tensor([[5, 6]]), past_key_values=cache, position_ids=torch.tensor([[7, 8]]))
+            assert model(torch.tensor([[5, 6]]), past_key_values=cache, logits_to_keep=-1).logits.shape[1] == 1
+            model.config.output_hidden_states = True
+            assert "hidden_states" in model(torch.tensor([[5, 6]]), past_key_values=cache)
         assert counters.captured == before
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_call_at_fault_spoils_no_other(strict: bool) -> None:
+    """The model itself refuses positions that do not fit; what it accepts later is compiled."""
+    model, ids = ready(**SHALLOW), torch.tensor([[5, 6, 7]])
+    with torch.no_grad(), eager(model, strict=strict) as handle:
+        cache = handle.new_cache(max_len=100)
+        model(prompt(50), past_key_values=cache)
+
+        def call(positions: int) -> Any:
+            return model(ids, past_key_values=cache, position_ids=torch.arange(50, 50 + positions)[None])
+
+        with pytest.raises(StrictError if strict else RuntimeError):
+            call(5)
+        cache.crop(50 - cache.length)
+        assert call(3).logits.shape[1] == 3 and handle.counters.verify == 1
 
 
 # Sparse plans.
