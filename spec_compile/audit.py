@@ -44,13 +44,16 @@ class AuditedLoop(DecodingLoop):
         running = [end is None for end in self.finish]
         going = [on and not pause for on, pause in zip(running, self._pauses)]
         pending = max(self.pending(i) for i in range(len(self.tokens)))
-        if not self._forced:
+        # Roles of layers, and with them bytes, are known after a step: where they decide, the first one is dense every time.
+        first = self.window.plan.adapt and not any(self.metrics.forwards.values())
+        if not self._forced and not first:
             costs = self._costs(going)
             alive = [chance for chance, on in zip(self._alive, going) if on]
             if self.window.goes_on(alive, pending, self.drafter.max_drafts, *costs):
                 self._run_ahead(going, pending)
                 return
         self._audit(running, pending)
+        self._dense_steps += not pending and not first
 
     def _costs(self, going: Sequence[bool]) -> tuple[float, float]:
         """Bytes of a sparse and of a dense step."""
@@ -114,7 +117,8 @@ class AuditedLoop(DecodingLoop):
                 [prefix[-1] for prefix in prefixes], tokens, [n if on else -1 for n, on in zip(widths, running)], joined.parents
             )
             self.count("audit" if pending else "exact", tokens.shape[1] + 1, running, False)
-            verdict = self.sampler.verify(logits, joined, prefixes)
+            judge = self.sampler.audit if pending else self.sampler.verify
+            verdict = judge(logits, joined, prefixes)
         rows: list[Any] = [0] * len(self.tokens)
         runs: list[list[int]] = [[] for _ in self.tokens]
         new: list[list[int]] = [[] for _ in self.tokens]
@@ -145,7 +149,7 @@ class AuditedLoop(DecodingLoop):
             self.drafter.accept([run if end is None else [] for run, end in zip(new, ends)], drafts)
         if not pending:
             self._learn(running, new)
-        self._forget(pending)
+        self._forget()
 
     def _behind(self, running: Sequence[bool], pending: int) -> Draft:
         """Drafts to judge behind the pending tokens, none for sequences that pause."""
@@ -176,7 +180,8 @@ class AuditedLoop(DecodingLoop):
         return tokens, widths
 
     def _parents(self, draft: Draft, counts: Sequence[int]) -> list[int] | None:
-        if draft.parents is None:
+        if not draft.parents:
+            # Also a tree that was narrowed to nothing: what is left is a chain.
             return None
         pending = max(counts)
         return [*range(-1, pending - 1), *(parent + pending for parent in draft.parents)]
@@ -206,14 +211,12 @@ class AuditedLoop(DecodingLoop):
             request.agreed += agreed
             self.window.saw_audit(self._margins[i], agreed)
 
-    def _forget(self, pending: int) -> None:
+    def _forget(self) -> None:
         self._pauses = [False] * len(self.tokens)
         self._margins = [[] for _ in self.tokens]
         self._proposals = [[] for _ in self.tokens]
         self._alive = [1.0] * len(self.tokens)
         self._forced = False
-        if not pending:
-            self._dense_steps += 1
 
     def _learn(self, running: Sequence[bool], new: Sequence[Sequence[int]]) -> None:
         """A dense step without pending tokens tells what a step adds, as sparse ones do."""

@@ -56,12 +56,19 @@ class DecodingLoop:
             with self.metrics.timed("prefill"):
                 self.drafter.start([list(row) for row in self.tokens])
                 self.prefill()
+                self._wait()
             while None in self.finish:
                 self.step()
         except KeyboardInterrupt:
             self.metrics.interrupted = True
         self.finish_metrics(time.perf_counter() - start)
         self.stream.end()
+
+    def _wait(self) -> None:
+        """Let the prefill end before decoding is timed."""
+        device = self.cache.layers[0].keys.device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
 
     @torch.no_grad()
     def prefill(self) -> None:
@@ -76,16 +83,10 @@ class DecodingLoop:
             for begin in range(0, len(row) - 1, PREFILL_CHUNK):
                 ids = torch.tensor([row[begin : min(begin + PREFILL_CHUNK, len(row) - 1)]], device=device)
                 positions = torch.arange(begin, begin + ids.shape[1], device=device)[None]
-                # A model compiled in place would compile its prefill.
-                with torch.compiler.set_stance("force_eager"):
-                    out = self.model(
-                        input_ids=ids,
-                        position_ids=positions,
-                        past_key_values=past,
-                        use_cache=True,
-                        **self.verify.last_logits,
-                        **more,
-                    )
+                # forward, not __call__: a model compiled in place would compile its prefill.
+                out = self.model.forward(
+                    input_ids=ids, position_ids=positions, past_key_values=past, use_cache=True, **self.verify.last_logits, **more
+                )
                 if keep:
                     parts.append(out.hidden_states[-1][0])
             empty = torch.zeros(
@@ -125,12 +126,12 @@ class DecodingLoop:
             return
         paths = [list(range(path)) if isinstance(path, int) else list(path) for path in rows]
         starts = first or [0] * len(paths)
-        self._observe([self.verify.hidden[i, path[start:]] for i, (path, start) in enumerate(zip(paths, starts))])
+        with self.metrics.timed("draft"):
+            self._observe([self.verify.hidden[i, path[start:]] for i, (path, start) in enumerate(zip(paths, starts))])
 
     def _observe(self, hidden: Sequence[Tensor]) -> None:
         drafter: Any = self.drafter
-        with self.metrics.timed("draft"):
-            drafter.observe(hidden)
+        drafter.observe(hidden)
 
     def append(self, runs: Sequence[Sequence[int]], ends: Sequence[str | None]) -> None:
         """Final tokens of each sequence."""

@@ -250,8 +250,9 @@ class Scripted(HostDrafter):
         return list(steps[self._step]) if self._step < len(steps) else []
 
 
-def make_drafter(drafter: Drafter | str, model: Any = None) -> Drafter:
-    """The drafter itself, or the default one of a name: ``"prompt_lookup"`` or ``"early_exit"`` (of ``model``).
+def make_drafter(drafter: Drafter | str, model: Any = None, **options: Any) -> Drafter:
+    """The drafter itself, or the default one of a name: ``"prompt_lookup"`` or ``"early_exit"`` (of ``model``, with backend
+    ``options``).
 
     Raises:
         OptionsError: an unknown name, or an object without the methods of :class:`Drafter`.
@@ -261,7 +262,7 @@ def make_drafter(drafter: Drafter | str, model: Any = None) -> Drafter:
     if drafter == "early_exit":
         from spec_compile.drafters_model import EarlyExit
 
-        return EarlyExit(model)
+        return EarlyExit(model, **options)
     if isinstance(drafter, str) or not isinstance(drafter, Drafter):
         raise OptionsError(
             f"drafter must be 'prompt_lookup', 'early_exit' or an object with max_drafts, start, propose, accept and retract, "

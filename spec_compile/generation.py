@@ -13,6 +13,7 @@ from torch import Tensor
 from spec_compile import _compat
 from spec_compile.decode_loop import DecodingLoop
 from spec_compile.drafters import Drafter, make_drafter
+from spec_compile.drafters_model import AssistantModel
 from spec_compile.errors import CacheError, OptionsError
 from spec_compile.logs import logger
 from spec_compile.metrics import DecodingMetrics
@@ -21,7 +22,7 @@ from spec_compile.plan import AuditPlan
 from spec_compile.report import RewriteReport
 from spec_compile.row_verify import MOST_ROWS, RowVerify
 from spec_compile.sampling import Sampler
-from spec_compile.stopping import Stopping, Stream
+from spec_compile.stopping import Stopping, Stream, end_tokens
 
 MODES = ("exact", "sparse", "audited")
 # Caches made here have a length of a multiple of this, so that generations of about one length share their graphs.
@@ -82,7 +83,8 @@ def generate(
         input_ids: int64 ``[B, L]``, left-padded where prompts differ in length, or a list of prompts without padding.
         attention_mask: ``[B, L]``, 0 for left padding. Without one, leading pad tokens count as padding (unless the pad token
             also ends texts). Padding never reaches the cache.
-        drafter: :class:`~spec_compile.drafters.Drafter`, ``"prompt_lookup"`` or ``"early_exit"``.
+        drafter: :class:`~spec_compile.drafters.Drafter`, ``"prompt_lookup"`` or ``"early_exit"``, which is made, and compiled,
+            for this call alone: make one ``EarlyExit(model)`` for many.
         plan: sparsity plan, its dict or path; needed by ``sparse`` and ``audited``, ignored by ``exact`` steps.
         mode: ``exact``; ``sparse``: every step by the plan, lossy; ``audited``: sparse steps run ahead, dense steps check them.
         max_new_tokens, min_new_tokens, eos_token_id, stop_strings, tokenizer: when sequences end
@@ -126,8 +128,8 @@ def generate(
     sampler = Sampler(do_sample, temperature, top_k, top_p, logits_processor, seed, device)
     if min_new_tokens:
         sampler.forbid_end_before(stopping.end_tokens, [length + min_new_tokens for length in lengths])
-    chosen = make_drafter(drafter, model)
-    if hasattr(chosen, "vocabulary"):
+    chosen = make_drafter(drafter, model, codegen=settings.codegen, lowering=settings.lowering, cudagraphs=settings.cudagraphs)
+    if isinstance(chosen, AssistantModel):
         chosen.vocabulary = getattr(model.get_output_embeddings(), "out_features", None)
     metrics = DecodingMetrics(mode)
     _check_positions(model, max(lengths) + max_new_tokens)
@@ -173,9 +175,9 @@ def _prompts(
     Raises:
         OptionsError: an empty prompt, a wrong shape, or padding that is not on the left.
     """
-    end_tokens = [ends] if isinstance(ends, int) else list(ends or ())
+    found = end_tokens(ends)
     given = _default(model, "pad_token_id") if pad_token_id is None else pad_token_id
-    pad = given if given is not None else end_tokens[0] if end_tokens else 0
+    pad = given if given is not None else found[0] if found else 0
     if isinstance(input_ids, Tensor):
         if input_ids.dim() != 2 or input_ids.dtype not in (torch.int64, torch.int32):
             raise OptionsError(
@@ -190,8 +192,9 @@ def _prompts(
                 )
             masks = attention_mask.long().tolist()
         else:
-            hidden = given is not None and given not in end_tokens
-            masks = [[int(not (hidden and all(token == pad for token in row[: i + 1]))) for i in range(len(row))] for row in rows]
+            hidden = given is not None and given not in found
+            starts = [next((i for i, token in enumerate(row) if token != pad), len(row)) if hidden else 0 for row in rows]
+            masks = [[0] * start + [1] * (len(row) - start) for row, start in zip(rows, starts)]
         for place, mask in enumerate(masks):
             if sorted(mask) != mask or set(mask) - {0, 1}:
                 raise OptionsError(

@@ -215,24 +215,14 @@ class Sampler:
             return _walk(draft, self.draw(probs), gaps, probs)
         return self._reject(draft, probs, gaps)
 
-    def audit(
-        self,
-        logits: Tensor,
-        tokens: Tensor,
-        counts: Sequence[int],
-        proposal: Tensor | None,
-        prefixes: Prefixes,
-        *,
-        margins: bool = False,
-    ) -> Verdict:
+    def audit(self, logits: Tensor, pending: Draft, prefixes: Prefixes) -> Verdict:
         """Check tokens that sparse steps produced against the dense model; what remains is distributed as the dense model's own.
 
         Args:
             logits: dense ``[B, W + 1, V]``: at the last audited token and at each pending one.
-            tokens: int64 ``[B, W]``, the pending tokens, whether they were drafts or the sparse model's own.
-            counts: pending tokens of each row, on the host.
-            proposal: float32 ``[B, W, V]``, the *sparse* distribution that each pending token was judged by (``Verdict.probs`` at
-                ``Verdict.rows``); None in greedy decoding, where tokens are compared.
+            pending: the pending tokens, whether they were drafts or the sparse model's own, and drafts behind them. Where tokens
+                are drawn it is a chain whose ``probs`` are, of a pending token, the *sparse* distribution that it was judged by
+                (``Verdict.probs`` at ``Verdict.rows``), and of a draft, what it was drawn from.
             prefixes: tokens of each row up to the last audited one.
 
         Returns:
@@ -258,9 +248,9 @@ class Sampler:
         does not vary with them; given the drafts, y_i is not distributed as the s_i that the audit divides by, and p is
         missed.
         """
-        if proposal is None and self.do_sample:
-            raise OptionsError("audit: sampled tokens need the sparse distributions they were drawn from: proposal=[B, W, V]")
-        return self.verify(logits, Draft(tokens, counts, probs=proposal), prefixes, margins=margins)
+        if self.do_sample and (pending.probs is None or pending.parents is not None):
+            raise OptionsError("audit: sampled tokens must be a chain with the sparse distributions they were drawn from: probs")
+        return self.verify(logits, pending, prefixes)
 
     def _reject(self, draft: Draft, probs: Tensor, gaps: Tensor | None) -> Verdict:
         """Speculative sampling of drawn chains: keep x while u < p(x) / q(x), then draw from (p - q)+ or, at the end, from p."""

@@ -16,10 +16,11 @@ pytest.importorskip("transformers", minversion="5.17")
 import spec_compile as sc
 from spec_compile.audit_window import AuditWindow
 from spec_compile.drafters import PromptLookup, Scripted
-from spec_compile.drafters_model import DraftHead
+from spec_compile.drafters_model import AssistantModel, DraftHead
 from spec_compile.errors import PlanError
 from spec_compile.models.zoo import VOCAB, build
 from spec_compile.plan import AuditPlan
+from spec_compile.sampling import Sampler
 
 NEW = 32
 LENGTHS = (90, 7, 41, 66)
@@ -239,3 +240,44 @@ def test_a_plan_says_what_is_wrong_with_its_audit() -> None:
     with pytest.raises(PlanError, match=r"plan.audit.cost: must be 'all' or 'kv', got 'time'"):
         AuditPlan(cost="time")
     assert sc.SparsityPlan.from_dict({"audit": {"cost": "kv", "adapt": False}}).audit == AuditPlan(cost="kv", adapt=False)
+
+
+@pytest.mark.parametrize("drafter", [PromptLookup(max_drafts=4), PromptLookup(max_drafts=4, branches=2)], ids=["chain", "tree"])
+def test_drawn_tokens_are_audited_by_their_law(drafter: Any) -> None:
+    """A mild plan's draws stay, of trees as well: drawing the dense token anew would meet one of them in 30 by chance."""
+    out = audited(MILD, drafter=drafter, do_sample=True, seed=0, max_new_tokens=48, audit=AuditPlan(window=8, adapt=False))
+    total = out.metrics.to_dict()["total"]
+    assert total["audits"] > 5 and total["agreement"] > 0.5
+
+
+def test_a_seed_gives_the_first_generation_what_it_gives_later_ones() -> None:
+    """What windows weigh is known after the first step alone."""
+    fresh = build("llama", "sdpa", seed=7)
+    plan = dataclasses.replace(PLAN, audit=AuditPlan(cost="kv"))
+    runs = [
+        sc.generate(
+            fresh, prompts(), plan=plan, mode="audited", max_new_tokens=NEW, do_sample=True, seed=0, codegen="eager",
+            eos_token_id=[],
+        )
+        for _ in range(2)
+    ]  # fmt: skip
+    assert runs[0].tokens == runs[1].tokens
+    assert runs[0].metrics.forwards == runs[1].metrics.forwards and runs[0].metrics.forwards["sparse"] > 0
+
+
+def test_sparse_steps_judge_drawn_drafts_as_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The law of audits rests on it; see ``Sampler.audit``."""
+    calls: list[tuple[bool, bool]] = []
+    verify = Sampler.verify
+
+    def spy(self: Sampler, logits: Tensor, draft: Any, prefixes: Any, **more: Any) -> Any:
+        calls.append((draft.probs is not None, more.get("given_draft", False)))
+        return verify(self, logits, draft, prefixes, **more)
+
+    monkeypatch.setattr(Sampler, "verify", spy)
+    assistant = AssistantModel(build("llama", "sdpa", seed=2), max_drafts=3, sampler=Sampler(True, seed=1), codegen="eager")
+    out = audited(drafter=assistant, do_sample=True, seed=0, max_new_tokens=8, audit=AuditPlan(window=8, adapt=False))
+    assert out.metrics.forwards["sparse"] > 0
+    # The drafter's own draws do not pass here: drawn drafts of sparse steps are given, audits are not.
+    assert (True, True) in calls and (True, False) in calls
+    assert sum(given for _, given in calls) == out.metrics.forwards["sparse"]

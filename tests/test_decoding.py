@@ -14,7 +14,9 @@ from torch import Tensor
 pytest.importorskip("transformers", minversion="5.17")
 
 import spec_compile as sc
+from spec_compile import generation
 from spec_compile.drafters import Draft, HostDrafter, PromptLookup, Scripted
+from spec_compile.drafters_model import AssistantModel
 from spec_compile.errors import CacheError, OptionsError, PlanError
 from spec_compile.kernels.selection import select_blocks_reference
 from spec_compile.metrics import RequestMetrics, StepBytes
@@ -339,3 +341,60 @@ def test_reports_reach_their_sink() -> None:
     model, found = build("llama", "sdpa", seed=5), []
     sc.generate(model, prompts()[:1], max_new_tokens=4, codegen="eager", eos_token_id=[], on_report=found.append)
     assert [report.kind for report in found] == ["verify"]
+
+
+def test_prefills_switch_nothing_that_others_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model compiled in place prefills by its own forward; the compiler's stance belongs to the whole process."""
+    compiled: list[Any] = []
+
+    def backend(gm: Any, inputs: Any) -> Any:
+        compiled.append(gm)
+        return gm.forward
+
+    model = build("llama", "sdpa", seed=5)
+    cache = sc.RowCache(model, 512, 2)
+    settings = {"max_new_tokens": 4, "codegen": "eager", "eos_token_id": [], "cache": cache}
+    expected = sc.generate(model, prompts()[:2], **settings).tokens
+    model.compile(backend=backend)
+
+    def refuse(stance: str) -> None:
+        raise AssertionError(stance)
+
+    monkeypatch.setattr(torch.compiler, "set_stance", refuse)
+    assert sc.generate(model, prompts()[:2], **settings).tokens == expected
+    assert not compiled
+
+
+def test_prompts_are_read_in_linear_time_and_as_they_stand() -> None:
+    padded = torch.tensor([[0, 0, 5, 0, 6], [7, 0, 0, 0, 8], [0, 0, 0, 0, 9]])
+    found, same, pad = generation._prompts(padded, None, 0, torch.tensor([1, 2]), model_of())
+    assert found == [[5, 0, 6], [7, 0, 0, 0, 8], [9]] and pad == 0 and torch.equal(same, padded)
+    # A pad token that also ends texts hides nothing.
+    assert generation._prompts(padded, None, 0, [0], model_of())[0] == padded.tolist()
+
+
+def test_early_exit_by_name_takes_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    make = generation.make_drafter
+    monkeypatch.setattr(generation, "make_drafter", lambda *args, **options: made.append(make(*args, **options)) or made[-1])
+    out = sc.generate(model_of(), prompts()[:1], drafter="early_exit", max_new_tokens=6, codegen="eager")
+    assert out.tokens == [greedy()[0][:6]]
+    assert made[0]._options.codegen == "eager"
+
+
+def test_a_drafter_of_the_users_is_left_as_it_is() -> None:
+    class Mine(Scripted):
+        vocabulary = property(lambda self: None)
+
+    assert sc.generate(
+        model_of(), prompts()[:1], drafter=Mine(lambda tokens: [], max_drafts=1), max_new_tokens=3, codegen="eager"
+    )
+
+
+def test_an_assistant_with_more_logits_than_the_target() -> None:
+    assistant = build("llama", "sdpa", seed=2, vocab_size=VOCAB + 16)
+    assistant.lm_head.bias = torch.nn.Parameter(torch.where(torch.arange(VOCAB + 16) < VOCAB, 0.0, 100.0))
+    drafter = AssistantModel(assistant, max_drafts=2, codegen="eager")
+    assert sc.generate(model_of(), prompts()[:2], drafter=drafter, max_new_tokens=6, codegen="eager").tokens == [
+        row[:6] for row in greedy()[:2]
+    ]

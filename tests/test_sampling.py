@@ -144,7 +144,7 @@ def audited(toy: Toy, draft: Draft, given_draft: bool) -> tuple[Tensor, Tensor]:
     counts = [len(run) for run in step.kept]
     tokens = torch.tensor([[*run, *[0] * (DRAFTS + 1 - len(run))] for run in step.kept])
     # Row i of a chain judged pending token i.
-    verdict = toy.sampler.audit(toy.logits(tokens), tokens, counts, step.probs, toy.prefixes)
+    verdict = toy.sampler.audit(toy.logits(tokens), Draft(tokens, counts, probs=step.probs), toy.prefixes)
     assert 0 < sum(len(path) < count for path, count in zip(verdict.path, counts)) < SAMPLES, "the audit never had to decide"
     return followed(verdict)
 
@@ -274,7 +274,7 @@ def test_ties_go_to_the_lowest_id_and_padding_rows_are_ignored() -> None:
 def test_audit_of_greedy_tokens() -> None:
     logits = torch.zeros(2, 4, VOCAB)
     logits[:, 0, 3] = logits[:, 1, 1] = logits[:, 2, 5] = logits[:, 3, 2] = 1.0
-    verdict = Sampler().audit(logits, torch.tensor([[3, 1, 5], [3, 2, 5]]), [3, 3], None, [[], []])
+    verdict = Sampler().audit(logits, Draft(torch.tensor([[3, 1, 5], [3, 2, 5]]), [3, 3]), [[], []])
     assert (verdict.path, verdict.token) == ([[0, 1, 2], [0]], [2, 1])
 
 
@@ -309,5 +309,5 @@ def test_bad_logits_and_audits() -> None:
     draft = Draft(torch.zeros(1, 2, dtype=torch.int64), [2])
     with pytest.raises(OptionsError, match=r"T > 2 drafts, got \[1, 2, 6\]"):
         Sampler().verify(torch.zeros(1, 2, VOCAB), draft, [[]])
-    with pytest.raises(OptionsError, match="proposal="):
-        Sampler(True).audit(torch.zeros(1, 3, VOCAB), draft.tokens, [2], None, [[]])
+    with pytest.raises(OptionsError, match="a chain with the sparse distributions"):
+        Sampler(True).audit(torch.zeros(1, 3, VOCAB), draft, [[]])
