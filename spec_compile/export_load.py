@@ -81,8 +81,10 @@ def _check(manifest: Manifest, path: Path) -> None:
     if manifest.device == "cuda" and manifest.format != "onnx":
         if not torch.cuda.is_available():
             raise ArtefactError(f"{path} was exported for CUDA, and there is no CUDA device here: export it from a model on CPU")
-        here = ".".join(map(str, torch.cuda.get_device_capability()))
-        if manifest.format == "aoti" and manifest.capability.split(".")[0] != here.split(".")[0]:
+        capability = torch.cuda.get_device_capability()
+        # Machine code runs on devices of its major version, its own minor version and later ones.
+        if manifest.format == "aoti" and not _runs_on(manifest.capability, capability):
+            here = ".".join(map(str, capability))
             raise ArtefactError(f"{path} was compiled for compute capability {manifest.capability}, this device has {here}")
     if manifest.format == "aoti" and manifest.device == "cpu":
         made, has = manifest.capability, str(torch.backends.cpu.get_cpu_capability())
@@ -107,6 +109,11 @@ def _check(manifest: Manifest, path: Path) -> None:
             f"{path} needs operators that are not here: {', '.join(missing)} (made by spec_compile "
             f"{manifest.versions.get('spec_compile')}): install that version, or export with flavour='portable'"
         )
+
+
+def _runs_on(made: str, has: tuple[int, int]) -> bool:
+    major, minor = map(int, made.split("."))
+    return major == has[0] and minor <= has[1]
 
 
 def _register() -> None:
@@ -196,7 +203,10 @@ class LoadedCache:
         Raises:
             CacheError: it does not fit.
         """
-        held = int(cache.get_seq_length() if length is None else length)
+        try:
+            held = int(cache.get_seq_length() if length is None else length)
+        except (RuntimeError, ValueError):
+            raise CacheError("the sequences have lengths of their own; an artefact has one for all: give length=") from None
         layers = list(cache.layers)
         if len(layers) != len(self.layers) or not 0 <= held <= self.capacity:
             raise CacheError(
@@ -287,6 +297,10 @@ class LoadedVerify:
 
         For long prompts let the model prefill, and hand its cache to ``cache.copy_from``.
         """
+        if self.manifest.mask == "tree":
+            raise OptionsError(
+                "prefill needs an export with mask='padding' or 'causal'; let the model prefill, then cache.copy_from(its cache)"
+            )
         if input_ids.dim() != 2 or input_ids.shape[1] == 0:
             raise OptionsError(f"prefill takes input_ids [B, N] with N of at least 1, got {list(input_ids.shape)}")
         logits = None

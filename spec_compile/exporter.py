@@ -178,7 +178,7 @@ def _check(model: Any, path: Path, batch: int | None, mask: str, opset: int, kin
         raise OptionsError(f"mask must be one of {', '.join(MASKS)}, got {mask!r}")
     if batch is not None and (not isinstance(batch, int) or isinstance(batch, bool) or batch < 1):
         raise OptionsError(f"batch must be at least 1, or None for any, got {batch!r}")
-    if not path.resolve().parent.is_dir():
+    if not path.absolute().parent.is_dir():
         raise OptionsError(f"{path}: no such folder")
     if kind == "onnx":
         from spec_compile.export_onnx import check_installed
@@ -233,7 +233,7 @@ def _manifest(
     plan = settings.plan
     values, shapes = [], verify.shapes()
     for name in verify.inputs:
-        sizes = tuple(_size(size, shapes[name], axis, name) for axis, size in enumerate(shapes[name].shape))
+        sizes = tuple(_size(size, axis) for axis, size in enumerate(shapes[name].shape))
         written = name in verify.written and kind != "onnx"
         following = f"next_{name}" if name in verify.written and kind == "onnx" else None
         values.append(Value(name, sizes, str(shapes[name].dtype).removeprefix("torch."), _role(name), written, following))
@@ -261,7 +261,7 @@ def _role(name: str) -> str:
     return plain if plain in ("input_ids", "position", "position_ids") else plain.rsplit("_", 1)[0]
 
 
-def _size(size: Any, of: Any, axis: int, name: str) -> int | str:
+def _size(size: Any, axis: int) -> int | str:
     if isinstance(size, int):
         return size
     return "batch" if axis == 0 else "rows"
@@ -301,7 +301,7 @@ class _Clock:
 
 def _write(verify: VerifyProgram, path: Path, kind: str, manifest: Manifest, opset: int, clock: _Clock) -> None:
     """Everything is written beside the target first: an interrupted export leaves the old file, or none."""
-    with tempfile.TemporaryDirectory(dir=path.resolve().parent, prefix=f".{path.name}.") as folder:
+    with tempfile.TemporaryDirectory(dir=path.absolute().parent, prefix=f".{path.name}.") as folder:
         part = Path(folder) / path.name
         if kind == "pt2":
             with clock.stage("save"):
@@ -318,7 +318,7 @@ def _write(verify: VerifyProgram, path: Path, kind: str, manifest: Manifest, ops
                 write_onnx(verify, part, manifest, opset)
         # Weights beside an ONNX file go first: the file itself never names what is not there.
         files = sorted((f for f in Path(folder).iterdir() if f.is_file()), key=lambda found: found.name == path.name)
-        home = path.resolve().parent
+        home = path.absolute().parent
         if len(files) > 1:
             # An old graph would load over new weights.
             (home / path.name).unlink(missing_ok=True)

@@ -17,6 +17,7 @@ from export_steps import DRAFTS, MAX_LEN, close, run_elsewhere, run_steps
 import spec_compile as sc
 from spec_compile import cli
 from spec_compile.errors import ArtefactError, CacheError, OptionsError
+from spec_compile.export_load import _runs_on
 from spec_compile.manifest import NAME, read_manifest
 from spec_compile.models import zoo
 
@@ -141,6 +142,8 @@ def test_batch_padding_and_tree(folder: Path) -> None:
     assert torch.allclose(tree(drafts, position_ids=positions, attention_mask=sees), wanted, atol=1e-5)
     with pytest.raises(OptionsError, match=r"attention_mask must be bool \[2, 1, 3, 128\]"):
         tree(drafts)
+    with pytest.raises(OptionsError, match="prefill needs an export with mask="):
+        tree.prefill(drafts)
     with pytest.raises(OptionsError, match="trees need an export with mask='tree'"):
         padded(drafts, attention_mask=sees)
 
@@ -153,9 +156,17 @@ def test_summaries_follow_foreign_writes(folder: Path, expected: dict[str, list[
     run.cache.crop(-3)
     again = torch.randint(3, zoo.VOCAB, (1, 3), generator=torch.Generator().manual_seed(5))
     wanted = run(again)
-    for name, tensor in run.cache.summaries.items():
-        if name.startswith("spec_summary"):
-            tensor.mul_(-1)
+    # The newest block stays whole: that one the operator watches by itself.
+    older = run.cache.length // PLAN.attention.block_size - 1
+
+    def spoil() -> None:
+        for name, tensor in run.cache.summaries.items():
+            if name.startswith("spec_summary"):
+                tensor[:, :, :older].mul_(-1)
+
+    spoil()
+    run.cache.crop(-3)
+    assert not torch.equal(run(again), wanted), "nobody wrote K, and its summaries were made anew"
     run.cache.crop(-3)
     for layer, keys in zip(run.cache.layers, held):
         layer.keys.normal_()
@@ -292,3 +303,31 @@ def test_outputs_that_a_pass_replaced(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "spec_compile.linears_v1" in manifest.operators
     ids = torch.tensor([[5, 6, 7]])
     torch.testing.assert_close(sc.load(tmp_path / "a.pt2")(ids), verify(ids), atol=1e-5, rtol=1e-5)
+
+
+def test_one_draft(tmp_path: Path) -> None:
+    model = zoo.build("llama", "sdpa", num_hidden_layers=1)
+    verify = sc.compile_verify(model, sc.VerifyCache(model, 64), 1, codegen="eager")
+    sc.export(verify, tmp_path / "a.pt2", batch=1)
+    run = sc.load(tmp_path / "a.pt2")
+    for rows in (2, 1, 2, 1):
+        ids = torch.full((1, rows), 7)
+        torch.testing.assert_close(run(ids), verify(ids), atol=1e-5, rtol=1e-5)
+    with pytest.raises(OptionsError, match="3 rows"):
+        run(torch.full((1, 3), 7))
+
+
+def test_a_link_is_replaced(tmp_path: Path) -> None:
+    model = zoo.build("llama", "sdpa", num_hidden_layers=1)
+    (tmp_path / "kept").mkdir()
+    old, link = tmp_path / "kept" / "v1.pt2", tmp_path / "current.pt2"
+    old.write_bytes(b"old")
+    link.symlink_to(old)
+    sc.export(model, link, max_len=64, batch=1)
+    assert not link.is_symlink() and sc.load(link).manifest.rows == (1, 9)
+    assert old.read_bytes() == b"old" and [path.name for path in (tmp_path / "kept").iterdir()] == ["v1.pt2"]
+
+
+def test_which_devices_machine_code_runs_on() -> None:
+    assert _runs_on("9.0", (9, 0)) and _runs_on("8.0", (8, 9))
+    assert not _runs_on("8.9", (8, 0)) and not _runs_on("8.0", (9, 0))

@@ -148,7 +148,12 @@ def test_files_that_are_refused(folder: Path, expected: dict[Any, list[torch.Ten
 
 
 @pytest.mark.parametrize(
-    "arguments, message", [({"opset": 17}, "opset must lie in 20"), ({"flavour": "ops"}, "hold standard operators only")]
+    "arguments, message",
+    [
+        ({"opset": 17}, "opset must lie in 20"),
+        ({"opset": 25}, "opset must lie in 20..23"),
+        ({"flavour": "ops"}, "hold standard operators only"),
+    ],
 )
 def test_bad_arguments(tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionsError, match=message):
