@@ -195,7 +195,7 @@ def long_prompt(tokenizer: Any, name: str, tokens: int) -> list[int]:
 def part_audited(args: argparse.Namespace, tick: Callable[[str], None]) -> None:
     model, tokenizer = load_model(args.model or smollm2_path())
     plan = SIXTH if args.plan is None else sc.SparsityPlan.load(args.plan)
-    plan = dataclasses.replace(plan, audit=sc.AuditPlan(window=args.window, adapt=not args.fill, cost="kv"))
+    plan = dataclasses.replace(plan, audit=sc.AuditPlan(window=args.window, adapt=not args.fill, cost=args.cost))
     book = Book(args.json, part="audited", context=args.context, new_tokens=args.new_tokens, plan=plan.to_dict(),
                 torch=torch.__version__, threads=torch.get_num_threads())  # fmt: skip
     cache = sc.RowCache(model, max_len=args.context + args.new_tokens)
@@ -255,6 +255,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=6000)
     parser.add_argument("--plan", type=Path, help="default a sixth of 6,000 tokens")
     parser.add_argument("--window", type=int, default=32, help="most pending tokens (audited)")
+    parser.add_argument("--cost", choices=("kv", "all"), default="kv", help="bytes that windows are weighed by (audited)")
     parser.add_argument("--fill", action="store_true", help="fill windows; default ends them by agreement and bytes (audited)")
     system = parser.add_argument_group("system")
     system.add_argument("--points", nargs="+", default=["1x32768", "8x32768", "1x131072", "8x131072"], help="batch x context")

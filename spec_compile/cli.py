@@ -78,7 +78,7 @@ def build_parser() -> argparse.ArgumentParser:
     export.add_argument("--batch", type=int, help="sequences (default: any number up to 64)")
     export.add_argument("--mask", choices=("padding", "causal", "tree"), default="padding", help="mask input (default padding)")
     export.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), default="float32", help="of the weights")
-    export.add_argument("--device", default="cpu", help="cpu (default) or cuda: where the file will run")
+    export.add_argument("--device", default="cpu", help="cpu (default), cuda or auto: where the file will run")
     export.add_argument("--attention", choices=("sdpa", "eager"), default="sdpa", help="attention implementation")
     export.add_argument("--opset", type=int, default=20, help="of ONNX (default 20)")
     export.add_argument("--strict", action="store_true", help="fail where an attention is refused")
@@ -159,16 +159,16 @@ def _showing(what: str) -> Iterator[Callable[[str], None]]:
 def run_export(args: argparse.Namespace) -> dict[str, Any]:
     import torch
 
+    from spec_compile.devices import choose_device
     from spec_compile.exporter import export
     from spec_compile.loading import load_model
 
-    if args.device.startswith("cuda") and not torch.cuda.is_available():
-        raise SpecCompileError(f"--device {args.device}: there is no CUDA device here")
+    device = choose_device(args.device)
     model, _ = load_model(args.model, getattr(torch, args.dtype), args.attention)
     seconds: dict[str, float] = {}
     with _showing("export") as on_stage:
         manifest = export(
-            model.to(args.device), args.out, args.format, flavour=args.flavour, plan=args.plan, draft_len=args.draft_len,
+            model.to(device), args.out, args.format, flavour=args.flavour, plan=args.plan, draft_len=args.draft_len,
             max_len=args.max_len, batch=args.batch, mask=args.mask, strict=args.strict, opset=args.opset, seconds=seconds,
             on_stage=on_stage,
         )  # fmt: skip

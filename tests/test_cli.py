@@ -296,9 +296,10 @@ def test_demo_without_its_dependencies_says_what_to_install(
 
 
 @pytest.mark.parametrize("device", ["cuda:99", "meta", "gpu"])
-def test_demo_on_a_device_that_is_not_there(device: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("command", [("demo",), ("export", "nowhere", "--out", "a.pt2")])
+def test_a_device_that_is_not_there(command: tuple[str, ...], device: str, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("rich")
-    assert f"--device {device}" in failing(capsys, "demo", "--device", device)
+    assert f"--device {device}" in failing(capsys, *command, "--device", device)
 
 
 @pytest.fixture(scope="module")

@@ -108,4 +108,4 @@ def test_on_gpu(cudagraphs: bool) -> None:
         for weight in (model.blocks[0].mixture.w1, model.blocks[0].mixture.w3):
             weight.mul_(1.25)
     [moe] = verify.report().moes
-    assert (moe.status, moe.form) == ("rewritten", "gather")
+    assert (moe.status, moe.form, moe.router_note) == ("rewritten", "gather", "")

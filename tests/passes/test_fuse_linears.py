@@ -107,6 +107,7 @@ def test_a_weight_that_is_written_or_computed_is_left_alone() -> None:
         (9, (1024,), False),
         (9, (128,), True),
         (17, (128,), True),
+        (9, (1,), False),
         (33, (128,), False),
         (9, (65536,), False),
         (33, (4096,), False),
@@ -222,3 +223,4 @@ def test_the_op_takes_what_the_kernel_does_not() -> None:
 
 def test_long_sums_of_many_rows_are_left_to_cublas() -> None:
     assert linears.pays(16, [256], 7168) and not linears.pays(17, [256], 7168)
+    assert not linears.pays(1, [256], 8192)
