@@ -18,7 +18,6 @@ from rich.table import Table
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
-import spec_compile.report
 from spec_compile import generation
 from spec_compile.devices import choose_device
 from spec_compile.drafters import PromptLookup
@@ -26,6 +25,7 @@ from spec_compile.errors import OptionsError
 from spec_compile.loading import load_model, smollm2_path, tiny_moe_path
 from spec_compile.models.row_cache import RowCache
 from spec_compile.plan import AttentionPlan, SparsityPlan
+from spec_compile.report import recorded
 
 METHODS = ("greedy", "prompt_lookup", "exact", "sparse", "audited")
 LABELS = {"greedy": "HF greedy", "prompt_lookup": "HF lookup", "exact": "exact", "sparse": "sparse", "audited": "audited"}
@@ -174,14 +174,13 @@ def run(model_path: Path | None, new_tokens: int, drafts: int, source_tokens: in
 
     disable_progress_bar()
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
+    with Progress(*columns, console=console) as progress, recorded() as reports:
         task = progress.add_task(f"loading {path.name}", total=None)
         model, tokenizer = load_model(path)
         model.to(device)
         model.generation_config.pad_token_id = model.generation_config.pad_token_id or tokenizer.eos_token_id
         prompts = [(name, ids.to(device)) for name, ids in demo_prompts(tokenizer, source_tokens)]
         cache = RowCache(model, max_len=max(ids.shape[1] for _, ids in prompts) + new_tokens)
-        known = len(spec_compile.report.history())
         progress.update(task, total=len(prompts) * len(METHODS) + 2)
         runs: dict[str, list[Run]] = {}
         for method in METHODS:
@@ -195,7 +194,6 @@ def run(model_path: Path | None, new_tokens: int, drafts: int, source_tokens: in
                 progress.update(task, description=f"{LABELS[method]}: {name}")
                 runs[method].append(generate(model, ids, new_tokens, method, drafts, cache))
                 progress.advance(task)
-    reports = spec_compile.report.history()[known:]
     result = _summarise(model, prompts, runs, reports)
     result["seconds_total"] = round(time.perf_counter() - begin, 1)
     _print(console, result, tokenizer)

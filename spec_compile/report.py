@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import textwrap
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -354,12 +356,29 @@ def _refused_lines(refused: list[Any]) -> list[str]:
 
 
 _HISTORY: collections.deque[RewriteReport] = collections.deque(maxlen=256)
+_RECORDS: list[list[RewriteReport]] = []
 
 
 def remember(report: RewriteReport) -> None:
     _HISTORY.append(report)
+    for record in _RECORDS:
+        record.append(report)
 
 
 def history() -> list[RewriteReport]:
-    """Reports of the graphs compiled in this process, oldest first (the last 256)."""
+    """Reports of the graphs compiled in this process, oldest first (the last 256).
+
+    Positions in it shift once it is full: :func:`recorded` tells which graphs a piece of work compiled.
+    """
     return list(_HISTORY)
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[RewriteReport]]:
+    """Collects the reports of every graph this process compiles inside the block, however many they are."""
+    record: list[RewriteReport] = []
+    _RECORDS.append(record)
+    try:
+        yield record
+    finally:
+        _RECORDS[:] = [other for other in _RECORDS if other is not record]

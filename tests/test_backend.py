@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import spec_compile as sc
+from spec_compile import report
 from spec_compile.models import zoo
 from spec_compile.models.reference_decoder import Decoder, DecoderCache, DecoderConfig
 from spec_compile.report import RewriteReport
@@ -397,6 +398,20 @@ def test_dump_writes_graphs(tmp_path: Path) -> None:
     assert any("before" in name for name in names) and any("detect_attention" in name for name in names)
     text = next(path for path in (tmp_path / "graphs").iterdir() if "lower_attention" in path.name).read_text()
     assert "attention_folded_v1" in text
+
+
+def test_a_record_outlives_what_the_history_keeps() -> None:
+    """The history drops its oldest report once it is full; a record of a piece of work misses none."""
+    model, sink = Decoder(DecoderConfig(layers=1)).eval(), Sink()
+    with torch.no_grad():
+        compiled(model, sink)(ids(5), cache=DecoderCache(model.config, 50))
+        with report.recorded() as every:
+            for _ in range(300):
+                report.remember(sink[0])
+        with report.recorded() as last:
+            compiled(model, sink)(ids(5, batch=2), cache=DecoderCache(model.config, 50, batch=2))
+    assert len(every) == 300 and len(report.history()) == 256
+    assert last == sink[1:] == report.history()[-len(last) :]
 
 
 SCRIPT = """

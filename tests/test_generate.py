@@ -10,7 +10,7 @@ from torch import Tensor
 
 import spec_compile as sc
 from spec_compile.models import zoo
-from spec_compile.report import RewriteReport, history
+from spec_compile.report import RewriteReport, recorded
 
 NEW_TOKENS = 40
 
@@ -111,15 +111,15 @@ def test_compile_config() -> None:
 
     model, ids = ready("llama"), prompt(30)
     expected = generate(model, ids)
-    before = len(history())
     config = CompileConfig(backend="spec_compile", mode=None, options={"codegen": "eager"})
     config._compile_all_devices = True
     settings = GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0, compile_config=config)
-    found = model.generate(
-        ids, attention_mask=torch.ones_like(ids), generation_config=settings, past_key_values=cache_for(model, ids)
-    )
+    with recorded() as reports:
+        found = model.generate(
+            ids, attention_mask=torch.ones_like(ids), generation_config=settings, past_key_values=cache_for(model, ids)
+        )
     assert torch.equal(expected, found)
-    assert any(report.kind == "verify" and report.q_len == 1 for report in history()[before:])
+    assert any(report.kind == "verify" and report.q_len == 1 for report in reports)
 
 
 def test_growing_cache_works_exactly() -> None:
