@@ -13,12 +13,14 @@ from torch import Tensor
 
 pytest.importorskip("transformers", minversion="5.17")
 
+from decoding_cases import endless, greedy_tokens, repeating
+
 import spec_compile as sc
 from spec_compile.audit_window import AuditWindow
 from spec_compile.drafters import PromptLookup, Scripted
 from spec_compile.drafters_model import AssistantModel, DraftHead
 from spec_compile.errors import PlanError
-from spec_compile.models.zoo import VOCAB, build
+from spec_compile.models.zoo import build
 from spec_compile.plan import AuditPlan
 from spec_compile.sampling import Sampler
 
@@ -37,27 +39,17 @@ def _switched_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @functools.cache
 def model() -> Any:
-    made = build("llama", "sdpa")
-    made.generation_config.eos_token_id = None
-    made.generation_config.pad_token_id = 0
-    return made
+    return endless()
 
 
 @functools.cache
 def prompts() -> list[list[int]]:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randint(3, VOCAB, (7,), generator=generator).repeat(13)[:size].tolist() for size in LENGTHS]
+    return repeating(LENGTHS)
 
 
 @functools.cache
 def greedy() -> list[list[int]]:
-    """transformers' own greedy tokens."""
-    found = []
-    for prompt in prompts():
-        ids = torch.tensor([prompt])
-        out = model().generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False)
-        found.append(out[0, len(prompt) :].tolist())
-    return found
+    return greedy_tokens(model(), prompts(), NEW)
 
 
 def audited(plan: sc.SparsityPlan = PLAN, rows: Any = None, audit: AuditPlan | None = None, **more: Any) -> sc.GenerateOutput:

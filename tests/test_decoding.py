@@ -13,6 +13,8 @@ from torch import Tensor
 
 pytest.importorskip("transformers", minversion="5.17")
 
+from decoding_cases import endless, greedy_tokens, repeating
+
 import spec_compile as sc
 from spec_compile import generation
 from spec_compile.drafters import Draft, HostDrafter, PromptLookup, Scripted
@@ -35,29 +37,17 @@ def _switched_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @functools.cache
 def model_of(name: str = "llama") -> Any:
-    model = build(name, "sdpa")
-    model.generation_config.eos_token_id = None
-    model.generation_config.pad_token_id = 0
-    return model
+    return endless(name)
 
 
 @functools.cache
 def prompts() -> list[list[int]]:
-    """Repeating texts of unequal lengths, so that prompt lookup finds drafts."""
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randint(3, VOCAB, (7,), generator=generator).repeat(8)[:size].tolist() for size in LENGTHS]
+    return repeating(LENGTHS)
 
 
 @functools.cache
 def greedy(name: str = "llama", new: int = NEW) -> list[list[int]]:
-    """transformers' own greedy tokens, one prompt at a time."""
-    model = model_of(name)
-    found = []
-    for prompt in prompts():
-        ids = torch.tensor([prompt])
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False)
-        found.append(out[0, len(prompt) :].tolist())
-    return found
+    return greedy_tokens(model_of(name), prompts(), new)
 
 
 def generate(rows: Any = None, name: str = "llama", **more: Any) -> sc.GenerateOutput:

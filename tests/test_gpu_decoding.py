@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from decoding_cases import endless, greedy_tokens, repeating
 
 import spec_compile as sc
 from spec_compile.drafters import PromptLookup, Scripted
@@ -31,26 +32,17 @@ def no_tf32() -> None:
 
 @functools.cache
 def model_of(name: str = "llama") -> Any:
-    model: Any = zoo.build(name, "sdpa").cuda()
-    model.generation_config.eos_token_id = None
-    model.generation_config.pad_token_id = 0
-    return model
+    return endless(name, "cuda")
 
 
 @functools.cache
 def prompts() -> list[list[int]]:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randint(3, zoo.VOCAB, (7,), generator=generator).repeat(43)[:size].tolist() for size in LENGTHS]
+    return repeating(LENGTHS)
 
 
 @functools.cache
 def greedy(name: str = "llama") -> list[list[int]]:
-    found = []
-    for prompt in prompts():
-        ids = torch.tensor([prompt], device="cuda")
-        out = model_of(name).generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False)
-        found.append(out[0, len(prompt) :].tolist())
-    return found
+    return greedy_tokens(model_of(name), prompts(), NEW)
 
 
 def oracle(name: str = "llama") -> Scripted:

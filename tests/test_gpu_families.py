@@ -34,31 +34,36 @@ def step(model: Any, name: str, cache: Any, tokens: torch.Tensor, start: int) ->
         return model(**inputs, past_key_values=cache, use_cache=True).logits
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("name", "impl"), CASES)
-def test_verify_equals_the_uncompiled_model(name: str, impl: str, dtype: torch.dtype) -> None:
-    """float32 agrees to rounding; in half precision ours stays as near to float32 as the model's own run does."""
+def prepared(name: str, impl: str, dtype: torch.dtype) -> tuple[Any, Any, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A model and a cache that holds a prompt, drafts, and their logits by the uncompiled model: in float32, and in ``dtype``."""
     torch.backends.cuda.matmul.allow_tf32 = False
     tokens = torch.randint(3, VOCAB, (1, HELD + ROWS), generator=torch.Generator().manual_seed(1)).cuda()
     prompt, drafts = tokens[:, :HELD], tokens[:, HELD:]
     model = build(name, impl).cuda()
-    cache = sc.VerifyCache(model, max_len=200)
-    step(model, name, cache, prompt, 0)
-    exact = step(model, name, cache, drafts, HELD)
+    exact_cache = sc.VerifyCache(model, max_len=200)
+    step(model, name, exact_cache, prompt, 0)
+    exact = step(model, name, exact_cache, drafts, HELD)
     model = model.to(dtype)
-    theirs_cache, ours_cache = (sc.VerifyCache(model, max_len=200) for _ in range(2))
-    for held in (theirs_cache, ours_cache):
+    theirs_cache, cache = (sc.VerifyCache(model, max_len=200) for _ in range(2))
+    for held in (theirs_cache, cache):
         step(model, name, held, prompt, 0)
-    theirs = step(model, name, theirs_cache, drafts, HELD).float()
+    return model, cache, drafts, exact, step(model, name, theirs_cache, drafts, HELD).float()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("name", "impl"), CASES)
+def test_verify_equals_the_uncompiled_model(name: str, impl: str, dtype: torch.dtype) -> None:
+    """float32 agrees to rounding; in half precision ours stays as near to float32 as the model's own run does."""
+    model, cache, drafts, exact, theirs = prepared(name, impl, dtype)
 
     reports: list[Any] = []
     options = {"codegen": "eager", "strict": True, "on_report": reports.append}
     compiled = torch.compile(model, backend="spec_compile", options=options)
     # One slot hidden from every row holds NaN: no kernel may let it through.
-    for layer in ours_cache.layers:
+    for layer in cache.layers:
         layer.keys[:, :, HELD + ROWS :] = torch.nan
         layer.values[:, :, HELD + ROWS :] = torch.nan
-    ours = step(compiled, name, ours_cache, drafts, HELD).float()
+    ours = step(compiled, name, cache, drafts, HELD).float()
 
     assert len(reports[0].rewritten) == FAMILIES[name].layers
     notes = [note for record in reports[0].passes if record.name == "lower_attention" for note in record.notes]
@@ -78,18 +83,7 @@ MIXTURES = ("mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss")
 @pytest.mark.parametrize("name", MIXTURES)
 def test_mixtures_equal_the_uncompiled_model(name: str, form: str, dtype: torch.dtype) -> None:
     """Experts and routers run as kernels. In half precision the median row counts: rounding may send a row to another expert."""
-    torch.backends.cuda.matmul.allow_tf32 = False
-    tokens = torch.randint(3, VOCAB, (1, HELD + ROWS), generator=torch.Generator().manual_seed(1)).cuda()
-    prompt, drafts = tokens[:, :HELD], tokens[:, HELD:]
-    model = build(name, FAMILIES[name].implementations[0]).cuda()
-    cache = sc.VerifyCache(model, max_len=200)
-    step(model, name, cache, prompt, 0)
-    exact = step(model, name, cache, drafts, HELD)
-    model = model.to(dtype)
-    theirs_cache, ours_cache = (sc.VerifyCache(model, max_len=200) for _ in range(2))
-    for held in (theirs_cache, ours_cache):
-        step(model, name, held, prompt, 0)
-    theirs = step(model, name, theirs_cache, drafts, HELD).float()
+    model, cache, drafts, exact, theirs = prepared(name, FAMILIES[name].implementations[0], dtype)
     if form == "marker":
         sc.prepare(model)
     else:
@@ -97,7 +91,7 @@ def test_mixtures_equal_the_uncompiled_model(name: str, form: str, dtype: torch.
 
     reports: list[Any] = []
     compiled = torch.compile(model, backend="spec_compile", options={"codegen": "eager", "on_report": reports.append})
-    ours = step(compiled, name, ours_cache, drafts, HELD).float()
+    ours = step(compiled, name, cache, drafts, HELD).float()
 
     entries = [entry for report in reports for entry in report.moes]
     assert entries and {(entry.status, entry.form, entry.router_note) for entry in entries} == {("rewritten", form, "")}
