@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.fx import Graph, Node
 
 from spec_compile.passes.base import PassContext, Rejection
@@ -25,6 +26,7 @@ from spec_compile.passes.nodes import (
     layer_name,
     mutated_arguments,
     packet,
+    perhaps_mutated,
     same,
     same_or_guarded,
     scalar,
@@ -70,8 +72,6 @@ class AttentionMatch:
 
 
 def _marker_packet() -> Any:
-    import torch
-
     return torch.ops.spec_compile.dense_attention_v1
 
 
@@ -238,6 +238,10 @@ def _check_operands(match: AttentionMatch, ctx: PassContext, writes: Any) -> Rej
     assert out is not None and q is not None and k is not None and v is not None
     if k.dtype != out.dtype or v.dtype != out.dtype:
         return _reject(match.anchor, f"the cache is {k.dtype}, attention computes in {out.dtype} (autocast or an upcast)")
+    for node in match.region:
+        given = tensor(node)
+        if given is not None and _loses(given.dtype, out.dtype):
+            return _reject(node, f"scores or weights are rounded to {given.dtype} in an attention in {out.dtype}")
     lead = math.prod(shape(match.query)[:-2])
     for cache, operand in ((k, key), (v, value)):
         if not same_or_guarded(lead, cache.shape[operand.order[0]] * match.heads):
@@ -251,6 +255,13 @@ def _check_operands(match: AttentionMatch, ctx: PassContext, writes: Any) -> Rej
             key.base, "the cache grows by cat (DynamicCache), a static one is needed here: use spec_compile.VerifyCache"
         )
     return None
+
+
+def _loses(dtype: torch.dtype, operand: torch.dtype) -> bool:
+    """Whether values rounded to ``dtype`` keep less of precision or range than the operands have; the kernel rounds nothing."""
+    if not (dtype.is_floating_point and operand.is_floating_point):
+        return False
+    return torch.finfo(dtype).eps > torch.finfo(operand).eps or torch.finfo(dtype).max < torch.finfo(operand).max
 
 
 def _check_terms(match: AttentionMatch, ctx: PassContext, writes: Any) -> Rejection | None:
@@ -284,7 +295,10 @@ def _check_closed(match: AttentionMatch, ctx: PassContext, writes: Any) -> Rejec
 
 
 def _check_order(match: AttentionMatch, ctx: PassContext, writes: Any) -> Rejection | None:
-    """No operand may be overwritten between the first read of the region and the place of the rewritten op."""
+    """No operand may be overwritten between the first read of the region and the place of the rewritten op.
+
+    A higher-order call (a Triton kernel, say) does not tell what it writes: it counts as a write to all that it is given.
+    """
     operands = [match.query, match.key.base, match.value.base, *(term.node for term in match.terms)]
     operands += [match.sinks] if match.sinks is not None else []
     roots = {alias_root(node) for node in operands}
@@ -294,6 +308,8 @@ def _check_order(match: AttentionMatch, ctx: PassContext, writes: Any) -> Reject
     while node is not last:
         if any(alias_root(written) in roots for written in mutated_arguments(node)):
             return _reject(node, f"{packet(node)} writes an operand between the scores and the output")
+        if any(alias_root(given) in roots for given in perhaps_mutated(node)):
+            return _reject(node, f"{node.name} may write an operand that it is given between the scores and the output")
         node = node.next
     return None
 

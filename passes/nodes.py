@@ -146,6 +146,16 @@ def mutated_arguments(node: Node) -> list[Node]:
     return found
 
 
+_PURE_CALLS = ("flex_attention", "out_dtype", "triton_kernel_wrapper_functional")
+
+
+def perhaps_mutated(node: Node) -> list[Node]:
+    """What a call that does not tell its writes is given."""
+    target: Any = node.target
+    opaque = isinstance(target, torch._ops.HigherOrderOperator) and target.name() not in _PURE_CALLS
+    return node.all_input_nodes if opaque else []
+
+
 def keeps_values(node: Any) -> bool:
     """Whether a view or copy shows the values of its first argument: no other dtype over their bits, and not in place."""
     given, made = tensor(node.args[0]), tensor(node)

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Iterable
-from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
 from spec_compile.kernels import library
 from spec_compile.passes.base import Rejection
-from spec_compile.passes.nodes import alias_parent, aten, is_call, mutated_arguments, packet, tensor
+from spec_compile.passes.nodes import alias_parent, aten, is_call, mutated_arguments, packet, perhaps_mutated, tensor
 
 assert library.moe_limit is not None  # importing it registers the operators
 _OURS = torch.ops.spec_compile
 _SEPARATE_RESULTS = (aten.topk, aten.sort, aten.max, aten.min, _OURS.moe_route_v1, _OURS.moe_limit_v1)
-_PURE_CALLS = ("flex_attention", "out_dtype", "triton_kernel_wrapper_functional")
 
 
 def storage(node: Node) -> Node:
@@ -36,15 +34,9 @@ def writes_by_storage(graph: Graph) -> dict[Node, list[Node]]:
     """
     found: dict[Node, list[Node]] = {}
     for node in graph.nodes:
-        for owner in dict.fromkeys(storage(written) for written in (mutated_arguments(node) or _perhaps_mutated(node))):
+        for owner in dict.fromkeys(storage(written) for written in (mutated_arguments(node) or perhaps_mutated(node))):
             found.setdefault(owner, []).append(node)
     return _with_shared_inputs(graph, found)
-
-
-def _perhaps_mutated(node: Node) -> list[Node]:
-    target: Any = node.target
-    opaque = isinstance(target, torch._ops.HigherOrderOperator) and target.name() not in _PURE_CALLS
-    return node.all_input_nodes if opaque else []
 
 
 def _with_shared_inputs(graph: Graph, found: dict[Node, list[Node]]) -> dict[Node, list[Node]]:

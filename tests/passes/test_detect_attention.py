@@ -33,8 +33,12 @@ from harness import (
     trace,
 )
 from torch import Tensor
+from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
+from torch.fx import GraphModule
 
 import spec_compile.passes
+from spec_compile.passes.base import PassContext
+from spec_compile.passes.detect_attention import DetectAttention
 
 LOWERINGS = ("reference", "auto")
 lowerings = pytest.mark.parametrize("lowering", LOWERINGS)
@@ -962,6 +966,16 @@ def weights_cast_to_int(q, k, v, keep):
     return (q @ k.transpose(2, 3)).softmax(-1).to(torch.int32).to(q.dtype) @ v
 
 
+@refuses_core("scores or weights are rounded to torch.float16 in an attention in torch.float32")
+def scores_rounded(q, k, v, keep):
+    return (q @ k.transpose(2, 3)).half().float().masked_fill(~keep, -torch.inf).softmax(-1) @ v
+
+
+@refuses_core("scores or weights are rounded to torch.bfloat16 in an attention in torch.float32")
+def softmax_rounded(q, k, v, keep):
+    return (q @ k.transpose(2, 3)).masked_fill(~keep, -torch.inf).softmax(-1, dtype=torch.bfloat16).float() @ v
+
+
 @refuses_core("dropout is active on the attention weights; call model.eval()")
 def weights_dropout(q, k, v, keep):
     return F.dropout((q @ k.transpose(2, 3)).softmax(-1), 1.0, training=True) @ v
@@ -1297,8 +1311,33 @@ def test_refused(name: str) -> None:
     refusal(name).check_refused(NEGATIVES[name].reason)
 
 
+def _kernel_behind(program: Callable[..., Tensor], behind: str, operand: int) -> GraphModule:
+    """A trace with a Triton kernel of the user's that is given an input, behind the node of that name."""
+    gm = trace(program, list(data()))
+    given = [node for node in gm.graph.nodes if node.op == "placeholder"][operand]
+    [place] = [node for node in gm.graph.nodes if node.name == behind]
+    with gm.graph.inserting_after(place):
+        gm.graph.call_function(
+            triton_kernel_wrapper_mutation, (), {"kernel_idx": 0, "grid": [(1, 1, 1)], "kwargs": {"out": given}}
+        )
+    return gm
+
+
+CALLS_BETWEEN = [("matmul", 4, 0), ("softmax", 0, 0), ("softmax", 6, 1), ("matmul_1", 4, 1), ("mul", 1, 1)]
+
+
+@pytest.mark.parametrize(("behind", "operand", "hits"), CALLS_BETWEEN)
+def test_a_kernel_that_may_write_what_it_is_given(behind: str, operand: int, hits: int) -> None:
+    """Between scores and output it may get neither q nor a cache; new K, a mask already negated, and later calls are fine."""
+    ctx = PassContext(lowering="reference")
+    assert DetectAttention().run(_kernel_behind(softmax_program(2), behind, operand), ctx).hits == hits, ctx.attentions
+    if not hits:
+        assert "may write an operand that it is given between the scores and the output" in ctx.attentions[0].reason
+
+
 # Reasons that no program reaches, and why; the detector keeps them as a second line of defence.
 UNREACHABLE = {
+    ".* may write an operand that it is given": "a Triton kernel of the user's, which has a test of its own",
     "q is on .*": "PyTorch refuses a product across devices",
     "the scale is not a constant": "a symbolic head dimension is pinned, and PyTorch pins a symbolic scale",
     "the number of KV heads is symbolic": "it is pinned",

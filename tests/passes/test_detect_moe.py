@@ -821,7 +821,9 @@ def test_views_as_another_dtype_are_no_views() -> None:
 @pytest.mark.parametrize(
     ("of_scores", "of_weights", "proven"),
     [
-        (lambda s: s.half().float(), lambda w: w, True),
+        (lambda s: s.double().float(), lambda w: w.double().float(), True),
+        (lambda s: s.half().float(), lambda w: w, False),
+        (lambda s: s, lambda w: w.bfloat16().float(), False),
         (lambda s: s.half().view(torch.bfloat16).float(), lambda w: w, False),
         (lambda s: s, lambda w: w.half().view(torch.bfloat16).float(), False),
         (lambda s: s, lambda w: w.unsqueeze_(0).squeeze(0), False),

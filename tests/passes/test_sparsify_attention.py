@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -11,12 +12,15 @@ import torch
 import torch.nn.functional as F
 from harness import ATTENTION, LIVE_BLOCKS, Data, Sizes, additive, cloned, compare, count, data, repeat_kv, rewrite, trace
 from torch import Tensor
+from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Node
 
 from spec_compile.kernels import availability
 from spec_compile.kernels.providers import why_no_upkeep, why_selection_in_torch
 from spec_compile.passes.base import PassContext
+from spec_compile.passes.canonicalize import Canonicalize
+from spec_compile.passes.detect_attention import DetectAttention
 from spec_compile.passes.lower_attention import _realize_masks
 from spec_compile.passes.plan_reuse import PlanReuse
 from spec_compile.passes.share_selection import ShareSelection
@@ -309,6 +313,23 @@ def one_layer(mask_of: Callable[[Tensor], Tensor | None]) -> Callable[..., Tenso
         return F.scaled_dot_product_attention(q, repeat_kv(k, 2), repeat_kv(v, 2), mask_of(mask))
 
     return fn
+
+
+def test_a_kernel_that_may_write_the_cache() -> None:
+    """A Triton kernel of the user's after the attention: the summary is of K as the step's own write left it."""
+    gm = trace(stack(1), operands(1))
+    for place, why in ((5, "may write the K cache"), (2, "")):
+        given = [node for node in gm.graph.nodes if node.op == "placeholder"][place]
+        changed = copy.deepcopy(gm)
+        with changed.graph.inserting_before(changed.graph.output_node()):
+            out = next(node for node in changed.graph.nodes if node.name == given.name)
+            changed.graph.call_function(
+                triton_kernel_wrapper_mutation, (), {"kernel_idx": 0, "grid": [(1, 1, 1)], "kwargs": {"out": out}}
+            )
+        ctx = PassContext(block_size=16, lowering="reference", sparsity=PLAN)
+        assert Canonicalize().run(changed, ctx) and DetectAttention().run(changed, ctx).hits == 1
+        assert PlanReuse().run(changed, ctx).hits == (0 if why else 1)
+        assert why in ctx.roles[0].note
 
 
 def test_no_mask() -> None:
