@@ -167,19 +167,20 @@ def _on_cuda(example_inputs: list[Any]) -> bool:
 
 
 def _say_what_happened(report: RewriteReport, options: Options) -> None:
-    refused = report.refused
+    refused, kept = report.refused, [moe for moe in report.moes if moe.status == "refused"]
     if not report.rewritten:
         reasons = "; ".join(dict.fromkeys(entry.reason for entry in refused)) or "no attention was recognised"
-        _complain(f"0 attentions rewritten: {reasons}", options)
+        others = len(report.moes) - len(kept)
+        beside = f" (MoE layers: {others} of {len(report.moes)})" if others else ""
+        _complain(f"0 attentions rewritten{beside}: {reasons}", options)
     elif refused and options.strict:
         raise StrictError(
             f"{len(refused)} of {len(report.attentions)} attentions refused: {refused[0].layer}: {refused[0].reason}"
         )
-    for entry in refused:
+    if kept and options.strict:
+        raise StrictError(f"{len(kept)} of {len(report.moes)} MoE layers refused: {kept[0].layer}: {kept[0].reason}")
+    for entry in (*refused, *kept):
         logger.info("%s refused: %s", entry.layer, entry.reason)
-    for moe in report.moes:
-        if moe.status == "refused":
-            logger.info("%s refused: %s", moe.layer, moe.reason)
     if report.rewritten and _sparsity(options) is not None and not report.sparse:
         reasons = "; ".join(dict.fromkeys(entry.role_note for entry in report.rewritten if entry.role_note))
         _complain(f"plan.attention: no layer is sparse: {reasons}", options)

@@ -81,7 +81,7 @@ def build_parser() -> argparse.ArgumentParser:
     export.add_argument("--device", default="cpu", help="cpu (default), cuda or auto: where the file will run")
     export.add_argument("--attention", choices=("sdpa", "eager"), default="sdpa", help="attention implementation")
     export.add_argument("--opset", type=int, default=20, help="of ONNX (default 20)")
-    export.add_argument("--strict", action="store_true", help="fail where an attention is refused")
+    export.add_argument("--strict", action="store_true", help="fail where an attention or an MoE layer is refused")
 
     for command in (demo, explain, calibrate, generate, export):
         command.add_argument("--json", type=Path, metavar="FILE", help="write the numbers that were printed")

@@ -68,7 +68,7 @@ def export(
         batch: sequences; default any number up to 64.
         mask: ``padding`` takes ``position_ids`` and a bool mask ``[B, slots]`` (left padding); ``causal`` neither; ``tree`` takes
             ``position_ids`` and a bool mask ``[B, 1, T, slots]``, one for each layer type of a model with several.
-        strict: raise where an attention is refused, instead of warning.
+        strict: raise where an attention or an MoE layer is refused, instead of warning.
         opset: of ONNX, 20 or later.
         seconds: is given the time of each stage.
         on_stage: is called with the name of each stage when it begins.
@@ -216,6 +216,9 @@ def _complain(report: RewriteReport, plan: SparsityPlan, strict: bool) -> None:
         problems.append(f"{len(report.refused)} of {len(report.attentions)} attentions refused: {first.layer}: {first.reason}")
     elif not report.rewritten:
         problems.append("0 attentions rewritten: no attention was recognised")
+    kept = [moe for moe in report.moes if moe.status == "refused"]
+    if kept:
+        problems.append(f"{len(kept)} of {len(report.moes)} MoE layers refused: {kept[0].layer}: {kept[0].reason}")
     if plan.attention is not None and not plan.attention.exact and not report.sparse:
         problems.append("plan.attention: no layer is sparse")
     if plan.moe is not None and not plan.moe.exact and not report.limited:

@@ -24,8 +24,8 @@ class Options:
     """
     Attributes:
         plan: None, a :class:`~spec_compile.plan.SparsityPlan`, its dict, or a path to its JSON; default exact.
-        strict: errors instead of warnings: an attention of a verify forward that is not rewritten, a recompile limit
-            about to be hit.
+        strict: errors instead of warnings: an attention or MoE layer of a verify forward that is not rewritten, a recompile
+            limit about to be hit.
         cudagraphs: run the step under CUDA graphs (also chosen by ``mode="reduce-overhead"``); ignored on CPU.
         max_q_len: largest number of draft rows that counts as a verify forward, 1..64.
         block_size: keys per block of the live-block list.

@@ -307,9 +307,15 @@ def test_zero_rewrites_warn_and_strict_raises(caplog: pytest.LogCaptureFixture) 
     model, sink = zoo.build("deepseek_v3", "sdpa"), Sink()
     with torch.no_grad(), caplog.at_level(logging.WARNING, "spec_compile"):
         compiled(model, sink)(ids(9), past_key_values=sc.VerifyCache(model, max_len=100))
-    assert "0 attentions rewritten" in caplog.text and "MLA" in caplog.text
+    assert "0 attentions rewritten (MoE layers: 1 of 1)" in caplog.text and "MLA" in caplog.text
     torch._dynamo.reset()
     with torch.no_grad(), pytest.raises(Exception, match=r"StrictError.*MLA"):
+        compiled(model, sink, strict=True)(ids(9), past_key_values=sc.VerifyCache(model, max_len=100))
+
+
+def test_refused_experts_raise_under_strict() -> None:
+    model, sink = zoo.build("llama4", "sdpa"), Sink()
+    with torch.no_grad(), pytest.raises(Exception, match=r"StrictError.*2 of 2 MoE layers refused.*feed_forward\.experts"):
         compiled(model, sink, strict=True)(ids(9), past_key_values=sc.VerifyCache(model, max_len=100))
 
 
