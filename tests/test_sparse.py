@@ -234,7 +234,7 @@ def test_sparse_needs_a_plan() -> None:
             verifier(filled(20), plan)(tokens(4), sparse=True)
 
 
-def selection_of(cache: VerifyCache, plan: AttentionPlan, ids: Tensor) -> tuple[Tensor, list[Tensor]]:
+def selection_of(verify: VerifyFunction, ids: Tensor) -> tuple[Tensor, list[Tensor]]:
     """Logits of a step, and every list that it selected."""
     lists: list[Tensor] = []
     select = library.select_blocks_reference
@@ -244,7 +244,6 @@ def selection_of(cache: VerifyCache, plan: AttentionPlan, ids: Tensor) -> tuple[
         lists.extend(found[:2])
         return found
 
-    verify = verifier(cache, plan)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(library, "select_blocks_reference", watched)
         logits = verify(ids)
@@ -267,15 +266,15 @@ def test_rollback_leaves_nothing_behind() -> None:
                 layer.keys[:, :, cache.length - 9 + keep : cache.length] *= 1e4
         cache.crop(-(9 - keep))
         accepted = torch.cat([accepted, drafts[:, :keep]], 1)
-        if step % 7 == 6:
+        if step % 12 == 11:
             probe = tokens(6, 1000 + step)
             fresh = VerifyCache(model_of(), 700)
             for mine, theirs in zip(fresh.layers, cache.layers):
                 for name in ("keys", "values"):
                     getattr(mine, name)[:, :, : cache.length] = getattr(theirs, name)[:, :, : cache.length]
                 mine.cumulative_length.fill_(cache.length)
-            found, lists = selection_of(cache, plan, probe)
-            wanted, same = selection_of(fresh, plan, probe)
+            found, lists = selection_of(verify, probe)
+            wanted, same = selection_of(verifier(fresh, plan), probe)
             assert torch.equal(found, wanted)
             assert lists and all(torch.equal(a, b) for a, b in zip(lists, same))
             cache.crop(-6)
@@ -305,8 +304,8 @@ def test_writes_by_others_are_noticed(how: str) -> None:
     fresh = filled(0)
     for mine, theirs in zip(fresh.layers, cache.layers):
         mine.keys.copy_(theirs.keys), mine.values.copy_(theirs.values), mine.cumulative_length.fill_(120)
-    found, lists = selection_of(cache, plan, tokens(6, 3))
-    wanted, same = selection_of(fresh, plan, tokens(6, 3))
+    found, lists = selection_of(verify, tokens(6, 3))
+    wanted, same = selection_of(verifier(fresh, plan), tokens(6, 3))
     assert torch.equal(found, wanted) and all(torch.equal(a, b) for a, b in zip(lists, same))
 
 
@@ -367,8 +366,8 @@ def test_unread_slots_never_reach_the_result(value: float) -> None:
             layer.keys[:, :, 140:] = value
             layer.values[:, :, 140:] = value
     ids = tokens(5)
-    wanted, lists = selection_of(clean, plan, ids)
-    assert torch.equal(selection_of(poisoned, plan, ids)[0], wanted)
+    wanted, lists = selection_of(verifier(clean, plan), ids)
+    assert torch.equal(selection_of(verifier(poisoned, plan), ids)[0], wanted)
     # The anchor's choice is fixed by its own keys: poison what it left out, in values and in followers.
     chosen = torch.zeros(2, 1 + clean.capacity // 8, dtype=torch.bool)
     for head in range(2):
@@ -383,7 +382,7 @@ def test_unread_slots_never_reach_the_result(value: float) -> None:
                 layer.values[0, head, left] = value
                 if number:
                     layer.keys[0, head, left] = value
-    assert torch.equal(selection_of(again, plan, ids)[0], wanted)
+    assert torch.equal(selection_of(verifier(again, plan), ids)[0], wanted)
 
 
 def test_equal_keys_give_equal_selections() -> None:
@@ -493,6 +492,6 @@ def test_caches_without_version_counters_are_never_trusted() -> None:
             layer.cumulative_length.zero_()
         for cache in caches:
             model(input_ids=second, past_key_values=cache)
-        found, lists = selection_of(caches[0], plan, tokens(6, 3))
-        wanted, same = selection_of(caches[1], plan, tokens(6, 3))
+        found, lists = selection_of(verify, tokens(6, 3))
+        wanted, same = selection_of(verifier(caches[1], plan), tokens(6, 3))
     assert torch.equal(found, wanted) and all(torch.equal(a, b) for a, b in zip(lists, same))
