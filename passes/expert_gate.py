@@ -40,7 +40,7 @@ class Gate:
 
 
 @dataclass(frozen=True)
-class _Half:
+class Half:
     source: Node
     which: str
     inner: tuple[Node, ...]
@@ -53,7 +53,7 @@ def match_gate(node: Node) -> Gate:
         Refusal: not a gated activation that is known.
     """
     inner: list[Node] = []
-    product = _uncast(node, inner)
+    product = uncast(node, inner)
     if not is_call(product, aten.mul):
         raise Refusal(product, f"the experts' activation ends in {_name(product)}, not in a product of gate and up")
     inner.append(product)
@@ -66,7 +66,7 @@ def match_gate(node: Node) -> Gate:
     raise Refusal(product, "the experts' activation is none of silu, gelu, relu times up, or gpt-oss's clamped form")
 
 
-def _joined(node: Node, gate: _Half, up: _Half, activation: str, limit: float, alpha: float, inner: tuple[Node, ...]) -> Gate:
+def _joined(node: Node, gate: Half, up: Half, activation: str, limit: float, alpha: float, inner: tuple[Node, ...]) -> Gate:
     if gate.source is not up.source:
         raise Refusal(node, _TWO_PRODUCTS)
     if (gate.which, up.which) in (("last", "first"), ("odd", "even")):
@@ -76,20 +76,20 @@ def _joined(node: Node, gate: _Half, up: _Half, activation: str, limit: float, a
     return Gate(gate.source, gate.which == "even", activation, limit, alpha, (*inner, *gate.inner, *up.inner))
 
 
-_Found = tuple[str, float, float, _Half, _Half, tuple[Node, ...]]
+_Found = tuple[str, float, float, Half, Half, tuple[Node, ...]]
 
 
 def _plain(left: Any, right: Any) -> _Found | None:
     """``act(gate) * up``."""
     inner: list[Node] = []
-    acted = _uncast(left, inner)
+    acted = uncast(left, inner)
     activation = _PLAIN.get(packet(acted)) if isinstance(acted, Node) else None
     if is_call(acted, aten.gelu):
         activation = {"none": "gelu", "tanh": "gelu_tanh"}.get(argument(acted, "approximate", "none"))
     if activation is None:
         return None
     inner.append(acted)
-    gate, up = _half(acted.args[0], inner), _half(right, inner)
+    gate, up = half(acted.args[0], inner), half(right, inner)
     if gate is None and up is None and is_call(acted.args[0], *_PRODUCTS) and is_call(right, *_PRODUCTS):
         raise Refusal(acted, _TWO_PRODUCTS)
     return (activation, 0.0, 0.0, gate, up, tuple(inner)) if gate and up else None
@@ -98,27 +98,27 @@ def _plain(left: Any, right: Any) -> _Found | None:
 def _clamped(left: Any, right: Any) -> _Found | None:
     """``(clamp(up, -L, L) + 1) * (g * sigmoid(alpha * g))`` with ``g = min(gate, L)``."""
     inner: list[Node] = []
-    shifted, glu = _uncast(left, inner), _uncast(right, inner)
-    up = next((a for a, b in _pairs(shifted, aten.add) if number(b) == 1.0), None)
+    shifted, glu = uncast(left, inner), uncast(right, inner)
+    up = next((a for a, b in pairs(shifted, aten.add) if number(b) == 1.0), None)
     if up is None or argument(shifted, "alpha", 1) != 1:
         return None
-    for gate, sigmoid in _pairs(glu, aten.mul):
+    for gate, sigmoid in pairs(glu, aten.mul):
         scaled = sigmoid.args[0] if is_call(sigmoid, aten.sigmoid) else None
-        alpha = next((number(b) for a, b in _pairs(scaled, aten.mul) if a is gate), None)
+        alpha = next((number(b) for a, b in pairs(scaled, aten.mul) if a is gate), None)
         gate_limits, up_limits = _clamp(gate), _clamp(up)
         if alpha is None or gate_limits is None or up_limits is None:
             continue
         limit = gate_limits[1]
         if gate_limits[0] is not None or limit is None or up_limits != (-limit, limit):
             continue
-        first, second = _half(gate.args[0], inner), _half(up.args[0], inner)
+        first, second = half(gate.args[0], inner), half(up.args[0], inner)
         if first is None or second is None:
             continue
         return ("swiglu_oai", limit, alpha, first, second, (*inner, shifted, glu, sigmoid, scaled, gate, up))
     return None
 
 
-def _pairs(node: Any, *packets: Any) -> Iterator[tuple[Any, Any]]:
+def pairs(node: Any, *packets: Any) -> Iterator[tuple[Any, Any]]:
     """Both orders of the operands of a commutative call."""
     if is_call(node, *packets) and len(node.args) >= 2:
         yield node.args[0], node.args[1]
@@ -144,8 +144,8 @@ def number(arg: Any) -> float | None:
     return found
 
 
-def _half(node: Any, inner: list[Node]) -> _Half | None:
-    node = _uncast(node, inner)
+def half(node: Any, inner: list[Node]) -> Half | None:
+    node = uncast(node, inner)
     if not isinstance(node, Node):
         return None
     if node.target is operator.getitem and is_call(node.args[0], aten.chunk, aten.split):
@@ -158,13 +158,13 @@ def _half(node: Any, inner: list[Node]) -> _Half | None:
             return None
         halved = parts[0].shape[-1] == parts[1].shape[-1]
         which = ("first", "last")[place] if halved else f"{place}th uneven"
-        return _Half(source, which, (node, whole))
+        return Half(source, which, (node, whole))
     if is_call(node, aten.slice) and isinstance(node.args[0], Node):
         return _sliced(node, node.args[0])
     return None
 
 
-def _sliced(node: Node, source: Node) -> _Half | None:
+def _sliced(node: Node, source: Node) -> Half | None:
     sizes = shape(source)
     dim, step = argument(node, "dim", 0), argument(node, "step", 1)
     start, end = argument(node, "start", 0), argument(node, "end", sizes[-1])
@@ -175,14 +175,14 @@ def _sliced(node: Node, source: Node) -> _Half | None:
     found = {
         (0, width // 2, 1): "first", (width // 2, width, 1): "last", (0, width, 2): "even", (1, width, 2): "odd",
     }.get((start, end, step))  # fmt: skip
-    return _Half(source, found, (node,)) if found else None
+    return Half(source, found, (node,)) if found else None
 
 
 def _even(sizes: tuple[Any, ...]) -> bool:
     return bool(sizes) and isinstance(sizes[-1], int) and sizes[-1] % 2 == 0
 
 
-def _uncast(node: Any, inner: list[Node]) -> Any:
+def uncast(node: Any, inner: list[Node]) -> Any:
     while is_call(node, *CASTS):
         inner.append(node)
         node = node.args[0]

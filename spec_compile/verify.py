@@ -75,7 +75,9 @@ class VerifyFunction:
         plan = options.plan
         self._switch = None if plan.exact else switch_of(plan)
         attention_sparse = plan.attention is not None and not plan.attention.exact
-        self._rows_vote = attention_sparse or (plan.moe is not None and plan.moe.expert_budget is not None)
+        rows_share_channels = plan.ffn is not None and not plan.ffn.exact and (plan.ffn.joint or plan.ffn.budget is not None)
+        rows_share_experts = plan.moe is not None and plan.moe.expert_budget is not None
+        self._rows_vote = attention_sparse or rows_share_experts or rows_share_channels
         self._step_graph: StepGraph | None = None
         self._capture = options.cudagraphs and not disabled()
         if self._capture and (reason := why_not_captured(model, cache)) is not None:
@@ -122,7 +124,7 @@ class VerifyFunction:
         rows = self._check(input_ids, sparse)
         if self._switch is not None:
             self._switch.set(sparse is not False)
-        # The rows of a padding would score blocks, count among the recent ones, and vote for experts.
+        # The rows of a padding would score blocks, count among the recent ones, and vote for experts and channels.
         sparse_and_padded = self._rows_vote and sparse is not False and rows <= self.draft_len
         if self._capture and not sparse_and_padded and position_ids is None and attention_mask is None:
             if self._step_graph is None:
@@ -171,12 +173,12 @@ class VerifyFunction:
             plan = self._options.plan
             if plan == SparsityPlan():
                 raise OptionsError(
-                    "sparse=True needs a plan: compile_verify(model, cache, plan=SparsityPlan(attention=...)) or "
-                    "SparsityPlan(moe=...)"
+                    "sparse=True needs a plan: compile_verify(model, cache, plan=SparsityPlan(attention=...)), "
+                    "SparsityPlan(ffn=...) or SparsityPlan(moe=...)"
                 )
             raise OptionsError(
-                "sparse=True needs a plan that is not exact: give attention=AttentionPlan(...) a budget, or moe=MoePlan(...) "
-                "a top_k, an expert_budget, a ratio or a beta above 0"
+                "sparse=True needs a plan that is not exact: give attention=AttentionPlan(...) a budget, ffn=FfnPlan(...) a "
+                "threshold or a budget, or moe=MoePlan(...) a top_k, an expert_budget, a ratio or a beta above 0"
             )
         if input_ids.dim() != 2 or input_ids.dtype not in (torch.int64, torch.int32):
             raise OptionsError(f"input_ids must be int64 [B, T], got {input_ids.dtype} {list(input_ids.shape)}")
