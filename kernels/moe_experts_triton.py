@@ -69,7 +69,7 @@ def _pairs_of(CHOICE, e, mine, start, pairs, M: tl.constexpr, PAIRS: tl.constexp
 
 
 @triton.jit
-def _prefetch(at):
+def prefetch(at):
     """Have the 64 bytes at each address brought into the L2 cache. Bulk prefetches would take one address a warp at a time."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
@@ -88,7 +88,7 @@ def _row(r, first, inner, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
 
 
 @triton.jit
-def _product(
+def product(
     x_at, w_at, x_used, w_used, k_lo, k_hi, w_k,
     BN: tl.constexpr, BK: tl.constexpr, M: tl.constexpr, EVEN: tl.constexpr, TRANSPOSED: tl.constexpr, SWAP: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -164,11 +164,11 @@ def _gate_up_kernel(
         if TRANSPOSED:
             i = tl.arange(0, AHEAD * (BN // LINE))
             row, _ = _row(i % (BN // LINE) * LINE, first, inner, HALF, INTERLEAVED)
-            _prefetch(w + (i // (BN // LINE)).to(tl.int64) * w_n + row)
+            prefetch(w + (i // (BN // LINE)).to(tl.int64) * w_n + row)
         else:
             i = tl.arange(0, BN * (AHEAD // LINE))
             row, _ = _row(i // (AHEAD // LINE), first, inner, HALF, INTERLEAVED)
-            _prefetch(w + row.to(tl.int64) * w_n + i % (AHEAD // LINE) * LINE)
+            prefetch(w + row.to(tl.int64) * w_n + i % (AHEAD // LINE) * LINE)
     if TRANSPOSED:
         w_at = w + k.to(tl.int64)[:, None] * w_n + n[None, :]
         w_used = used[None, :]
@@ -179,7 +179,7 @@ def _gate_up_kernel(
         pair = _pairs_of(CHOICE, e, mine, start, pairs, M, PAIRS, CHUNK)
         real = tl.arange(0, M) + start < count
         x_at = X + (pair // K).to(tl.int64)[:, None] * x_n + k[None, :]
-        acc = _product(x_at, w_at, real[:, None], w_used, 0, hidden, w_n, BN, BK, M, EVEN, TRANSPOSED, SWAP, PRECISION)
+        acc = product(x_at, w_at, real[:, None], w_used, 0, hidden, w_n, BN, BK, M, EVEN, TRANSPOSED, SWAP, PRECISION)
         if HAS_BIAS:
             acc += tl.load(BIAS + e.to(tl.int64) * b_e + n, mask=used, other=0.0).to(tl.float32)[None, :]
         if INTERLEAVED:
@@ -222,10 +222,10 @@ def _down_kernel(
             LINE: tl.constexpr = 512 // W.dtype.element_ty.primitive_bitwidth
             if TRANSPOSED:
                 i = tl.arange(0, AHEAD * (BN // LINE))
-                _prefetch(w + (k_lo + i // (BN // LINE)).to(tl.int64) * w_n + first + i % (BN // LINE) * LINE)
+                prefetch(w + (k_lo + i // (BN // LINE)).to(tl.int64) * w_n + first + i % (BN // LINE) * LINE)
             else:
                 i = tl.arange(0, BN * (AHEAD // LINE))
-                _prefetch(w + (first + i // (AHEAD // LINE)).to(tl.int64) * w_n + k_lo + i % (AHEAD // LINE) * LINE)
+                prefetch(w + (first + i // (AHEAD // LINE)).to(tl.int64) * w_n + k_lo + i % (AHEAD // LINE) * LINE)
         gdc_wait()
         gdc_launch_dependents()
     if count == 0:
@@ -235,7 +235,7 @@ def _down_kernel(
         pair = _pairs_of(CHOICE, e, mine, start, pairs, M, PAIRS, CHUNK)
         real = tl.arange(0, M) + start < count
         h_at = INNER + pair.to(tl.int64)[:, None] * inner + k[None, :]
-        acc = _product(h_at, w_at, real[:, None], w_used, k_lo, k_hi, w_n, BN, BK, M, EVEN, TRANSPOSED, SWAP, PRECISION)
+        acc = product(h_at, w_at, real[:, None], w_used, k_lo, k_hi, w_n, BN, BK, M, EVEN, TRANSPOSED, SWAP, PRECISION)
         if HAS_BIAS and split == 0:
             acc += tl.load(BIAS + e.to(tl.int64) * b_e + n, mask=n < hidden, other=0.0).to(tl.float32)[None, :]
         out_at = PARTS + (split * pairs + pair).to(tl.int64)[:, None] * hidden + n[None, :]
