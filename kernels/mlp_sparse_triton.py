@@ -1,7 +1,8 @@
 """A feed-forward layer in Triton that reads, past the activation, only the channels that some draft row keeps.
 
-Four launches and no host reads: the activation of all channels, with a list of those that each tile keeps; the other first product
-of the kept ones, which a program finds by rank among the tiles' counts; the last product over the compacted list; an ordered sum. A budget adds one launch between the first two, the contest for the list. The number of channels is known on the device
+Four launches and no host reads: the activation of all channels, with a list of those that each tile keeps; the other first
+product of the kept ones, which a program finds by rank among the tiles' counts; the last product over the compacted list; an ordered
+sum. A budget adds one launch after the first, the contest for the list. The number of channels is known on the device
 alone: every program takes an equal share of them, so that few channels still keep the whole device reading.
 """
 
@@ -19,7 +20,7 @@ from spec_compile.kernels.mlp_triton import activated, common_options, contiguou
 from spec_compile.kernels.moe_experts_triton import prefetch, product
 
 # Counts of this many tiles are compared with ranks at a time.
-_TILES_AT_ONCE = 128
+_TILES_AT_ONCE = 64
 
 
 @triton.jit
