@@ -5,12 +5,12 @@
 
 Layers in bfloat16 with random weights: ``down(silu(gate(x)) * up(x))``. ``exact`` is ``mlp`` with the last weight stored by
 outputs, ``by channels`` the same with it transposed, as steps that skip channels need it; ``cublas`` is three linear calls,
-``inductor`` the same under torch.compile (at the rows of ``--compiled`` alone), ``linears`` this project's small-row linear calls,
-``masked`` the dense layer with small activations set to 0. ``sparse`` is ``mlp_sparse`` with a threshold under which the given share
-of channels is kept by every row, ``budget`` the same channels found by a budget. Calls run inside one CUDA graph, which rotates
-through several layers, so that no cache level holds their weights. ``limit`` is the time to read the weights once at
-``--bandwidth``: all of them, or gate and the kept rows of the other two. Times are medians in microseconds, errors relative, against
-float64.
+``inductor`` the same under torch.compile (at the rows of ``--compiled`` alone), ``linears`` this project's small-row linear
+calls, ``masked`` the dense layer with small activations set to 0. ``sparse`` is ``mlp_sparse`` with a threshold under which the
+given share of channels is kept by every row, ``budget`` the same channels found by a budget. Calls run inside one CUDA graph,
+which rotates through several layers, so that no cache level holds their weights. ``limit`` is the time to read the weights once
+at ``--bandwidth``: all of them, or gate and the kept rows of the other two. Times are medians in microseconds, errors relative,
+against float64.
 
 ``--tune`` times tilings that differ in one product from the table's own; what wins goes into kernels/mlp_tiling.py by hand.
 ``--device cpu`` runs small layers, to see that everything works.

@@ -162,9 +162,7 @@ def why_no_sparse_kernel(
 ) -> str | None:  # fmt: skip
     """The same for steps that skip channels: those of the last weight must lie together."""
     if down.stride(0) != 1:
-        return (
-            "the last weight is stored by outputs, not by channels: spec_compile.prepare(model) or compile_verify transposes it"
-        )
+        return "the last weight is stored by outputs, not by channels: spec_compile.prepare(model, ffn=True) turns those it knows"
     return why_no_mlp_kernel(x, gate, up, down, gate_bias, up_bias, down_bias)
 
 

@@ -1,8 +1,8 @@
 """A feed-forward layer in Triton that reads, past the activation, only the channels that some draft row keeps.
 
 Four launches and no host reads: the activation of all channels, with a list of those that each tile keeps; the other first
-product of the kept ones, which a program finds by rank among the tiles' counts; the last product over the compacted list; an ordered
-sum. A budget adds one launch after the first, the contest for the list. The number of channels is known on the device
+product of the kept ones, which a program finds by rank among the tiles' counts; the last product over the compacted list; an
+ordered sum. A budget adds one launch after the first, the contest for the list. The number of channels is known on the device
 alone: every program takes an equal share of them, so that few channels still keep the whole device reading.
 """
 

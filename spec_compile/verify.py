@@ -39,8 +39,10 @@ def compile_verify(
             ``model(input_ids, cache=cache, position_ids=..., attention_mask=...)`` that returns logits.
         cache: :class:`~spec_compile.VerifyCache`, or another initialised static cache.
         draft_len: drafts per step, 0..31; a step has up to ``draft_len + 1`` rows (the last accepted token leads).
-        plan: sparsity plan; default exact. In a sparse step an attention budget and ``moe.expert_budget`` are shared by all rows
-            given, those of every sequence of a batch and a caller's own padding (drafts of unequal length) included.
+        plan: sparsity plan; default exact. In a sparse step an attention budget, ``moe.expert_budget`` and one set of channels
+            for all rows (``ffn.budget``, ``ffn.joint``) are shared by all rows given, those of every sequence of a batch and a
+            caller's own padding (drafts of unequal length) included. Where ``plan.ffn`` skips channels on a GPU, the last weights
+            of feed-forward layers are stored by channels from here on: in place, ``restore(model)`` undoes it.
         strict: raise where an attention is refused, instead of warning.
         cudagraphs: on a CUDA device, capture the whole step and replay it: every call then runs ``draft_len + 1`` rows
             (fewer are padded) and costs one launch. The model's weights must keep their storage. Calls with position_ids or
@@ -78,6 +80,11 @@ class VerifyFunction:
         rows_share_channels = plan.ffn is not None and not plan.ffn.exact and (plan.ffn.joint or plan.ffn.budget is not None)
         rows_share_experts = plan.moe is not None and plan.moe.expert_budget is not None
         self._rows_vote = attention_sparse or rows_share_experts or rows_share_channels
+        if plan.ffn is not None and not plan.ffn.exact and not disabled() and _on_cuda(model):
+            from spec_compile.models.down_weights import store_by_channels
+
+            turned = store_by_channels(model)
+            logger.info("%d weights are stored by channels now, for plan.ffn; spec_compile.restore(model) undoes it", turned)
         self._step_graph: StepGraph | None = None
         self._capture = options.cudagraphs and not disabled()
         if self._capture and (reason := why_not_captured(model, cache)) is not None:
@@ -280,6 +287,11 @@ def call_model(model: Any) -> Callable[..., Tensor]:
 
         return _with_own_code(run_plain)
     raise OptionsError(f"{type(model).__name__}.forward takes neither past_key_values nor cache: cannot verify with it")
+
+
+def _on_cuda(model: Any) -> bool:
+    parameters = model.parameters() if isinstance(model, torch.nn.Module) else ()
+    return any(parameter.is_cuda for parameter in parameters)
 
 
 def _with_own_code(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
