@@ -412,8 +412,8 @@ class SparsityPlan:
         """
         if self.ffn is not None and self.ffn.threshold == "auto" and self.ffn.thresholds is None:
             raise PlanError(
-                'plan.ffn.threshold: "auto" needs text to measure on: spec_compile.ffn_calibrate(model, texts) makes the section. '
-                "Or give a number"
+                'plan.ffn.threshold: "auto" needs text to measure: spec_compile.ffn_calibrate(model, texts) makes the section; '
+                "or give a number"
             )
 
 
