@@ -12,10 +12,11 @@ from spec_compile._version import __version__
 
 if TYPE_CHECKING:
     from spec_compile.calibrate import moe_calibrate
+    from spec_compile.calibrate_ffn import ffn_calibrate
     from spec_compile.explainer import explain
     from spec_compile.models.cache import VerifyCache
     from spec_compile.models.hooks import prepare, restore
-    from spec_compile.plan import AttentionPlan, AuditPlan, FfnPlan, MoeCalibration, MoePlan, SparsityPlan
+    from spec_compile.plan import AttentionPlan, AuditPlan, FfnCalibration, FfnPlan, MoeCalibration, MoePlan, SparsityPlan
     from spec_compile.report import RewriteReport
     from spec_compile.verify import VerifyFunction, compile_verify
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 _HOME = {
     "AttentionPlan": "spec_compile.plan",
     "AuditPlan": "spec_compile.plan",
+    "FfnCalibration": "spec_compile.plan",
     "FfnPlan": "spec_compile.plan",
     "MoeCalibration": "spec_compile.plan",
     "MoePlan": "spec_compile.plan",
@@ -32,14 +34,16 @@ _HOME = {
     "VerifyFunction": "spec_compile.verify",
     "compile_verify": "spec_compile.verify",
     "explain": "spec_compile.explainer",
+    "ffn_calibrate": "spec_compile.calibrate_ffn",
     "moe_calibrate": "spec_compile.calibrate",
     "prepare": "spec_compile.models.hooks",
     "restore": "spec_compile.models.hooks",
 }
 
 __all__ = [
-    "AttentionPlan", "AuditPlan", "FfnPlan", "MoeCalibration", "MoePlan", "RewriteReport", "SparsityPlan", "VerifyCache",
-    "VerifyFunction", "__version__", "compile_verify", "explain", "moe_calibrate", "prepare", "restore",
+    "AttentionPlan", "AuditPlan", "FfnCalibration", "FfnPlan", "MoeCalibration", "MoePlan", "RewriteReport", "SparsityPlan",
+    "VerifyCache", "VerifyFunction", "__version__", "compile_verify", "explain", "ffn_calibrate", "moe_calibrate", "prepare",
+    "restore",
 ]  # fmt: skip
 
 

@@ -200,7 +200,8 @@ def test_json_has_the_usual_permissions(tmp_path: Path) -> None:
         (None, "No such file"),
         ("{", "is not JSON"),
         ('{"attention": {"bugdet": 1}}', "plan.attention: unknown key 'bugdet'"),
-        ('{"ffn": {"budget": 0.5}}', "plan.ffn asks for sparsity, which this version does not run yet"),
+        ('{"ffn": {"threshold": "auto"}}', 'plan.ffn.threshold: "auto" needs text to measure'),
+        ('{"ffn": {"threshold": 0.1, "include": [9]}}', "plan.ffn.include: layer 9 does not exist"),
         ('{"attention": {"budget": 64, "anchors": [9]}}', "plan.attention.anchors: layer 9 does not exist"),
     ],
 )
