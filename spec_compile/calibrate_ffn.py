@@ -90,7 +90,7 @@ def ffn_calibrate(
     with progress_bar(progress) as tick:
         first = _steps(model, everywhere, train, draft_len, options, tick, "unions", compare=False)
         unions = tuple(layer.union for layer in first.layers)
-        thresholds = tuple(float(threshold) if 0 < layer.union < pays_below else 0.0 for layer in first.layers)
+        thresholds = tuple(float(threshold) if layer.union < pays_below else 0.0 for layer in first.layers)
         found = FfnCalibration(rows, float(threshold), unions, tuple(layer.kept for layer in first.layers), float(pays_below))
         plan = FfnPlan("auto", thresholds=thresholds, joint=joint, calibration=found)
         if not plan.exact:
