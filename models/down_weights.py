@@ -58,7 +58,7 @@ def store_by_outputs(model: Any) -> int:
     turned = 0
     for module in model.modules() if isinstance(model, nn.Module) else ():
         hook = module.__dict__.get(_HOOK)
-        if hook is None:
+        if hook is None or not isinstance(module, nn.Linear):
             continue
         hook.remove()
         delattr(module, _HOOK)

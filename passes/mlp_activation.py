@@ -111,8 +111,9 @@ def _spelled_gelu_tanh(node: Any) -> Activation | None:
         inner = [*whole.inner, shifted, tanh, *argued.inner]
         if not _near(argued.constant, _SQRT_2_OVER_PI):
             continue
+        one: Any = x
         if len(argued.factors) == 1:
-            total, powers, one = argued.factors[0], 3, x
+            total, powers = argued.factors[0], 3
         elif len(argued.factors) == 2 and x in argued.factors:
             first, second = argued.factors
             total, powers, one = (second if first is x else first), 2, 1
