@@ -335,6 +335,9 @@ def test_calibrate_saves_a_plan_that_was_measured(mixture: Path, tmp_path: Path,
         (["--texts", "nowhere.txt"], "--texts nowhere.txt: No such file or directory"),
         (["--out", "nowhere/plan.json"], "--out nowhere/plan.json: no such folder"),
         (["--skip", "4"], "skip must lie in 1..3, a row has 4 experts, got 4"),
+        (["--ffn-threshold", "0.1", "--skip", "1"], "--ffn-threshold makes a plan by itself"),
+        (["--ffn-threshold", "0"], "threshold must be a number above 0, got 0.0"),
+        (["--ffn-threshold", "0.1"], "no feed-forward layer was recognised"),
     ],
 )
 def test_calibrate_errors_name_the_argument(
