@@ -175,6 +175,8 @@ def why_not_faster(rows: Any, channels: int, hidden: int, itemsize: int, capabil
     """
     if capability // 10 != 9:
         return "the fused kernel was measured on Hopper only"
+    if FUSED_ROWS == 0:
+        return "the fused kernel was not measured to be faster than linear calls"
     if itemsize != 2 or channels * hidden < FUSED_LEAST:
         return f"{channels} x {hidden} is less than the fused kernel was measured to be faster for"
     return None if rows <= FUSED_ROWS else f"the fused kernel was measured to be faster up to {FUSED_ROWS} rows"

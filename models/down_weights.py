@@ -7,6 +7,7 @@ in place: no memory is added. ``state_dict`` gives contiguous copies of such wei
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -39,10 +40,16 @@ def down_projections(model: nn.Module) -> list[nn.Linear]:
     return found
 
 
-def store_by_channels(model: Any) -> int:
-    """Turn the storage of the model's last projections; :func:`store_by_outputs` undoes it. Returns how many were turned."""
+def store_by_channels(model: Any, thresholds: Sequence[float] | None = None) -> int:
+    """Turn the storage of the model's last projections; :func:`store_by_outputs` undoes it. Returns how many were turned.
+
+    Given a plan's ``thresholds``, one for each of them, those with 0 stay: exact steps read weights stored by outputs faster.
+    """
+    found = down_projections(model) if isinstance(model, nn.Module) else []
+    if thresholds is not None and len(thresholds) == len(found):
+        found = [module for module, threshold in zip(found, thresholds) if threshold]
     turned = 0
-    for module in down_projections(model) if isinstance(model, nn.Module) else ():
+    for module in found:
         weight = module.weight
         plain = type(weight) is nn.Parameter and weight.layout == torch.strided and weight.dtype.is_floating_point
         if not plain or weight.is_meta or not weight.is_contiguous() or hasattr(module, _HOOK):

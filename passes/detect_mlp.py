@@ -77,11 +77,11 @@ def _why_kept(match: MlpMatch) -> str:
     assert x is not None and up is not None and down is not None
     if x.device.type != "cuda":
         return "on CPU the linear calls are as fast"
-    up = up.t() if match.up.transposed else up
-    down = down.t() if match.down.transposed else down
-    reason = why_no_mlp_kernel(x, None, up, down)
+    # First what pays: asking the kernel about symbolic rows installs a guard.
+    reason = why_not_faster(rows_of(x), match.inner, match.hidden, x.element_size(), availability.capability(x.device))
     if reason is None:
-        reason = why_not_faster(rows_of(x), match.inner, match.hidden, x.element_size(), availability.capability(x.device))
+        up = up.t() if match.up.transposed else up
+        reason = why_no_mlp_kernel(x, None, up, down.t() if match.down.transposed else down)
     return reason or ""
 
 

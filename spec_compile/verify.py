@@ -83,7 +83,7 @@ class VerifyFunction:
         if plan.ffn is not None and not plan.ffn.exact and not disabled() and _on_cuda(model):
             from spec_compile.models.down_weights import store_by_channels
 
-            turned = store_by_channels(model)
+            turned = store_by_channels(model, plan.ffn.thresholds)
             logger.info("%d weights are stored by channels now, for plan.ffn; spec_compile.restore(model) undoes it", turned)
         self._step_graph: StepGraph | None = None
         self._capture = options.cudagraphs and not disabled()

@@ -90,6 +90,15 @@ def test_prepare_and_restore() -> None:
         sc.restore(model)
 
 
+def test_layers_that_a_calibration_leaves_exact_stay() -> None:
+    model: Any = build("llama", "sdpa")
+    assert store_by_channels(model, (0.0, 0.1)) == 1
+    first, second = (layer.mlp.down_proj.weight for layer in model.model.layers)
+    assert first.is_contiguous() and not second.is_contiguous()
+    # Not a threshold for each: all are turned.
+    assert store_by_channels(model, (0.0, 0.1, 0.1)) == 1 and not first.is_contiguous()
+
+
 def test_shared_odd_and_meta_weights_are_left_alone() -> None:
     model: Any = build("llama", "sdpa")
     first, second = (layer.mlp for layer in model.model.layers)

@@ -357,9 +357,19 @@ def test_reasons_against_the_kernels() -> None:
     assert "not contiguous" in str(why_no_mlp_kernel(c.x, None, c.up.t().contiguous().t(), c.down))
     assert "stored by outputs" in str(why_no_sparse_kernel(c.x, c.gate, c.up, c.down.contiguous()))
     assert "65 rows" in str(why_no_mlp_kernel(c.x.new_zeros(5, 13, 40), c.gate, c.up, c.down))
+
+
+def test_where_the_fused_kernel_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    from spec_compile.kernels import mlp
+
+    monkeypatch.setattr(mlp, "FUSED_ROWS", 32)
+    assert why_not_faster(32, 14336, 4096, 2, 90) is None
     assert "Hopper" in str(why_not_faster(8, 14336, 4096, 2, 80))
     assert "less than" in str(why_not_faster(8, 1536, 576, 2, 90))
-    assert "rows" in str(why_not_faster(64, 14336, 4096, 2, 90))
+    assert "less than" in str(why_not_faster(8, 14336, 4096, 4, 90))
+    assert "32 rows" in str(why_not_faster(33, 14336, 4096, 2, 90))
+    monkeypatch.setattr(mlp, "FUSED_ROWS", 0)
+    assert "not measured to be faster" in str(why_not_faster(8, 14336, 4096, 2, 90))
 
 
 @pytest.mark.gpu
