@@ -43,7 +43,7 @@ def down_projections(model: nn.Module) -> list[nn.Linear]:
 def store_by_channels(model: Any, thresholds: Sequence[float] | None = None) -> int:
     """Turn the storage of the model's last projections; :func:`store_by_outputs` undoes it. Returns how many were turned.
 
-    Given a plan's ``thresholds``, one for each of them, those with 0 stay: exact steps read weights stored by outputs faster.
+    Given a plan's ``thresholds``, one for each of them, those with 0 stay: the small-row linear kernel wants them as they are.
     """
     found = down_projections(model) if isinstance(model, nn.Module) else []
     if thresholds is not None and len(thresholds) == len(found):
