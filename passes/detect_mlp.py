@@ -78,7 +78,8 @@ def _why_kept(match: MlpMatch) -> str:
     if x.device.type != "cuda":
         return "on CPU the linear calls are as fast"
     # First what pays: asking the kernel about symbolic rows installs a guard.
-    reason = why_not_faster(rows_of(x), match.inner, match.hidden, x.element_size(), availability.capability(x.device))
+    device, gated = availability.capability(x.device), match.gate is not None
+    reason = why_not_faster(rows_of(x), match.inner, match.hidden, x.element_size(), device, gated)
     if reason is None:
         up = up.t() if match.up.transposed else up
         reason = why_no_mlp_kernel(x, None, up, down.t() if match.down.transposed else down)

@@ -68,7 +68,8 @@ def compile_verify(
 
 
 class VerifyFunction:
-    """Callable returned by :func:`compile_verify`; one graph serves every number of rows from 2, a second one serves 1.
+    """Callable returned by :func:`compile_verify`; one graph serves every number of rows from 2, a second one serves 1
+    (on a GPU that takes the fused feed-forward kernel for few rows, more rows have a graph of their own).
 
     The cache advances by the rows of each call; after acceptance roll it back with ``cache.crop(-rejected)``.
     """

@@ -359,17 +359,14 @@ def test_reasons_against_the_kernels() -> None:
     assert "65 rows" in str(why_no_mlp_kernel(c.x.new_zeros(5, 13, 40), c.gate, c.up, c.down))
 
 
-def test_where_the_fused_kernel_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    from spec_compile.kernels import mlp
-
-    monkeypatch.setattr(mlp, "FUSED_ROWS", 32)
-    assert why_not_faster(32, 14336, 4096, 2, 90) is None
+def test_where_the_fused_kernel_is_taken() -> None:
+    """Where it was measured, and at fewer rows."""
+    assert why_not_faster(8, 14336, 4096, 2, 90) is None and why_not_faster(1, 28672, 8192, 2, 90) is None
+    assert "8 rows only" in str(why_not_faster(9, 14336, 4096, 2, 90))
     assert "Hopper" in str(why_not_faster(8, 14336, 4096, 2, 80))
-    assert "less than" in str(why_not_faster(8, 1536, 576, 2, 90))
-    assert "less than" in str(why_not_faster(8, 14336, 4096, 4, 90))
-    assert "32 rows" in str(why_not_faster(33, 14336, 4096, 2, 90))
-    monkeypatch.setattr(mlp, "FUSED_ROWS", 0)
-    assert "not measured to be faster" in str(why_not_faster(8, 14336, 4096, 2, 90))
+    assert "1536 x 576" in str(why_not_faster(8, 1536, 576, 2, 90))
+    assert "16-bit" in str(why_not_faster(8, 14336, 4096, 4, 90))
+    assert "two first weights" in str(why_not_faster(8, 14336, 4096, 2, 90, gated=False))
 
 
 @pytest.mark.gpu
