@@ -22,7 +22,9 @@ class MlpTiling:
         first: gate and up in one launch (a tile holds as many rows of one as of the other), or the one first product.
         gate: the product of the activation, by itself, in sparse steps.
         up: the product of the kept channels; ``width`` is the most of them a program takes, ``least`` the fewest.
-        down, sparse_down: the last product in exact and in sparse steps: width counts outputs, depth channels.
+        fill: programs that share the kept channels evenly while they are few.
+        down, sparse_down: the last product in exact and in sparse steps: width counts outputs, depth channels; so does the
+            ``ahead`` of what is asked for before the launch in front is done.
         splits, sparse_splits: parts of its sum.
         rows: rows of x a tile.
         columns: outputs a program of the last sum.
@@ -36,6 +38,7 @@ class MlpTiling:
     rows: int
     splits: int = 8
     sparse_splits: int = 8
+    fill: int = 264
     least: int = 4
     columns: int = 128
 
@@ -60,9 +63,9 @@ def _choose(device: Device, itemsize: int, rows: int, hidden: int, inner: int, o
 
     splits = _splits(device, out, 64, inner // 128)
     return MlpTiling(
-        first=product(64, 128, 4, swap, 256), gate=product(64, 128, 4, swap, 256), up=product(32, 128, 4, False),
-        down=product(64, 128, 4, swap, 256), sparse_down=product(128, 64, 4, swap), rows=tall, splits=splits,
-        sparse_splits=_splits(device, out, 128, inner // 64),
+        first=product(64, 128, 4, swap, 256), gate=product(64, 128, 4, swap, 256), up=product(32, 256, 5, False),
+        down=product(64, 128, 4, swap, 256), sparse_down=product(128, 64, 4, swap, 64), rows=tall, splits=splits,
+        sparse_splits=_splits(device, out, 128, inner // 64), fill=2 * device.processors,
     )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from spec_compile.kernels import (
     block_summary_triton,
     linears_triton,
     live_blocks_triton,
+    mlp_compact_triton,
     mlp_sparse_triton,
     mlp_tiling,
     mlp_triton,
@@ -305,7 +306,7 @@ def limits() -> None:
 def feed_forward() -> None:
     """The table's choices: weights copied 16 bytes at a time, at full unions, too, those of listed channels."""
     hopper = tiling.Device(90, 132, 227 << 10)
-    strides = ("x_m", "g_n", "u_n", "w_n", "w_f", "hidden", "inner", "out")
+    strides = ("x_m", "g_n", "u_n", "w_n", "w_f", "h_m", "hidden", "inner", "out")
     types = {
         "LIST": "i32", "COUNT": "i32", "KEPT": "i32", "TOTAL": "i32", "SWITCH": "i64", "ACT": "fp32", "SCORE": "fp32",
         "PARTS": "fp32",
@@ -319,6 +320,9 @@ def feed_forward() -> None:
                       num_warps=cut.warps, num_stages=cut.stages)  # fmt: skip
         size = 4 if kind == "fp32" else 2
         assert found.metadata.shared <= moe_tiling.shared_bytes(cut, chosen.rows, size) + tiling.RESERVE
+        # Buffers for both operands: what is loaded without one is waited for in every step.
+        buffers = cut.stages if cut.swap else cut.stages - 1
+        assert found.metadata.shared >= buffers * (cut.width + chosen.rows) * cut.depth * size, (label, found.metadata.shared)
         copies = set(re.findall(r"cp\.async\.c[ag]\.\S+ .*?, 0x([0-9a-f]+), ", found.asm["ptx"]))
         # Ids that are fetched a step ahead are copied 4 bytes at a time.
         assert copies - {"4"} == {"10"}, (label, copies)
@@ -349,19 +353,15 @@ def feed_forward() -> None:
             compiled(f"mlp down {name} transposed {transposed}", mlp_triton._down_kernel, kind, constants, down, chosen)
         for budget in (False, True):
             constants = {
-                **of(gate, hidden), "HAS_BIAS": bias, "ACTIVATION": activation, "BUDGET": budget,
+                **of(gate, hidden), "HAS_BIAS": bias, "ACTIVATION": activation, "BUDGET": budget, "JOINT": bias or budget,
                 "AHEAD": gate.ahead if gate.ahead <= hidden else 0,
             }  # fmt: skip
             compiled(
                 f"mlp activation {name} budget {budget}", mlp_sparse_triton._activation_kernel, kind, constants, gate, chosen
             )
-            tiles = max(32, triton.next_power_of_2(-(-inner // gate.width)))
-            constants = {
-                **of(up, hidden), "GATED": True, "HAS_BIAS": bias, "BUDGET": budget, "JOINT": bias, "WIDTH": gate.width,
-                "TILES": tiles, "SOME": min(tiles, mlp_sparse_triton._TILES_AT_ONCE), "LEAST": chosen.least,
-            }  # fmt: skip
-            compiled(f"mlp kept {name} budget {budget}", mlp_sparse_triton._kept_kernel, kind, constants, up, chosen)
-        constants = {**of(sparse, inner), "SPLITS": chosen.sparse_splits}
+        constants = {**of(up, hidden), "GATED": True, "HAS_BIAS": bias, "FILL": chosen.fill, "LEAST": chosen.least}
+        compiled(f"mlp kept {name}", mlp_sparse_triton._kept_kernel, kind, constants, up, chosen)
+        constants = {**of(sparse, inner), "SPLITS": chosen.sparse_splits, "AHEAD": sparse.ahead}
         del constants["EVEN"]
         compiled(f"mlp sparse down {name}", mlp_sparse_triton._sparse_down_kernel, kind, constants, sparse, chosen, True)
         constants = {"HAS_BIAS": bias, "SPLITS": chosen.splits, "BN": chosen.columns, "PDL": True}
@@ -369,8 +369,12 @@ def feed_forward() -> None:
               num_warps=1)  # fmt: skip
     for chunk in (1024, 16384, 65536):
         build(f"mlp contest of {chunk}", mlp_sparse_triton._contest_kernel,
-              {"SCORE": "fp32", "LIST": "i32", "TOTAL": "i32", "SWITCH": "i64"}, {"CHUNK": chunk, "PDL": True},
+              {"SCORE": "fp32", "KEPT": "i32", "TOTAL": "i32", "SWITCH": "i64"}, {"CHUNK": chunk, "PDL": True},
               num_warps=mlp_sparse_triton.contest_warps(chunk))  # fmt: skip
+    for width, tiles in ((64, 32), (64, 256), (32, 2048)):
+        build(f"mlp compact of {tiles} tiles", mlp_compact_triton.compact_kernel,
+              dict.fromkeys(("LIST", "COUNT", "KEPT", "TOTAL"), "i32"), {"WIDTH": width, "TILES": tiles, "PDL": True},
+              num_warps=mlp_compact_triton.compact_warps(tiles))  # fmt: skip
 
 
 if __name__ == "__main__":

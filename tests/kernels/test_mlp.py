@@ -270,6 +270,50 @@ def test_channels_that_no_row_keeps_are_not_read(name: str, spec: Spec, rule: st
     assert torch.equal(run(c, SPARSE, name, *rest), wanted)
 
 
+@pytest.mark.skipif("triton" not in SPARSE, reason="needs Triton")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("count", [1, 16, 17])
+def test_scratch_memory_may_hold_anything(count: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Around the ends of the list of kept channels, with NaN and large ids wherever nothing was written."""
+    c = make(Spec(rows=1, inner=135, dtype=dtype))
+    ordered = acts(c).abs().flatten().sort(descending=True).values
+    threshold = float(ordered[count - 1 : count + 1].mean())
+    wanted = expected(c, acts(c).abs() >= threshold)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.empty(1).isnan()
+        found = [
+            run(c, SPARSE, "triton", ON, *rest) for rest in ((threshold, 0, False), (threshold, 0, True), (0.0, count, True))
+        ]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    close(found[0], wanted)
+    assert all(torch.equal(found[0], other) for other in found[1:])
+
+
+@pytest.mark.skipif("triton" not in SPARSE, reason="needs Triton")
+@pytest.mark.parametrize("tiles", [1, 70])
+def test_lists_of_tiles_become_one(tiles: int) -> None:
+    from spec_compile.kernels.mlp_compact_triton import compact_kernel, compact_warps
+
+    device = "cuda" if CUDA else "cpu"
+    kept = torch.rand(tiles * 32, generator=torch.Generator().manual_seed(tiles)) < 0.3
+    kept[32:128] = False
+    listed, counts = torch.full((tiles, 32), -1, dtype=torch.int32), kept.view(tiles, 32).sum(1).int()
+    for tile, count in enumerate(counts.tolist()):
+        listed[tile, :count] = kept.view(tiles, 32)[tile].nonzero().flatten() + 32 * tile
+    found, total = (
+        torch.full((tiles * 32,), -2, dtype=torch.int32, device=device),
+        torch.zeros(1, dtype=torch.int32, device=device),
+    )
+    compact_kernel[(tiles,)](
+        listed.to(device), counts.to(device), found, total, tiles, WIDTH=32, TILES=128, PDL=False, num_warps=compact_warps(tiles)
+    )
+    assert int(total) == int(kept.sum())
+    assert found[: int(total)].tolist() == kept.nonzero().flatten().tolist() and bool((found[int(total) :] == -2).all())
+
+
 @pytest.mark.parametrize("name", SPARSE)
 def test_no_channel_at_all(name: str) -> None:
     c = make(Spec(bias=True, activation="relu"))
