@@ -21,9 +21,9 @@ from spec_compile.kernels.moe import wide_dtype
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 # Bounds of the kernels: rows a call, channels.
 MAX_ROWS, MAX_CHANNELS = 64, 1 << 16
-# Where the fused kernel replaces linear calls in exact steps: measured on an H200 at 8 rows, with two first weights and one last of
-# 4096 x 14336 in bfloat16. Fewer rows read the same bytes in the same tile of 16 rows, larger weights more of them; more rows,
-# smaller weights and plain layers were not measured.
+# Where the fused kernel replaces linear calls in exact steps: measured on an H200 at 8 rows, two first weights and a last one in
+# bfloat16, 4096 x 14336 each. Fewer rows read the same bytes in the same tile of 16 rows, larger weights more of them; more
+# rows, smaller weights and plain layers were not measured.
 FUSED_ROWS, FUSED_LEAST = 8, 4096 * 14336
 # Called with the down weight, channels that each row keeps [N] and channels that a step reads [], for each sparse call.
 _watchers: list[Callable[[Tensor, Tensor, Tensor], Any]] = []
