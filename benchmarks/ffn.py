@@ -1,7 +1,8 @@
 """Feed-forward layers on a CUDA device: spec_compile's operators beside cuBLAS, Inductor and a masked dense layer, one layer.
 
     python benchmarks/ffn.py [--shapes llama-8b ...] [--rows 1 2 4 8 16 32] [--unions 1.0 0.9 ...] [--compiled 8] [--json FILE]
-    python benchmarks/ffn.py --tune first down gate up sparse_down [--unions 1.0 0.5 0.1] [--rows 8]
+    python benchmarks/ffn.py --launches [--unions 1.0 0.5 0.1] [--rows 8]
+    python benchmarks/ffn.py --tune up sparse_down gate first down [--unions 1.0 0.5 0.1] [--rows 8]
 
 Layers in bfloat16 with random weights: ``down(silu(gate(x)) * up(x))``. ``exact`` is ``mlp`` with the last weight stored by
 outputs, ``by channels`` the same with it transposed, as steps that skip channels need it; ``cublas`` is three linear calls,
@@ -12,7 +13,11 @@ which rotates through several layers, so that no cache level holds their weights
 at ``--bandwidth``: all of them, or gate and the kept rows of the other two. Times are medians in microseconds, errors relative,
 against float64.
 
-``--tune`` times tilings that differ in one product from the table's own; what wins goes into kernels/mlp_tiling.py by hand.
+``--launches`` times the first launch of a step, the first two, and so on: *adds* is what each one makes the step longer, which
+is what counts where a launch begins before the one in front ends. *device* is its time by CUPTI, the waiting in it included.
+
+``--tune`` times tilings that differ in one product from the table's own, at all ``--unions``, and goes on to the next product
+with the best one in the mean (of the times relative to the first tiling's); what wins goes into kernels/mlp_tiling.py by hand.
 ``--device cpu`` runs small layers, to see that everything works.
 """
 
@@ -243,52 +248,151 @@ def tilings(chosen: Any, which: str) -> list[Any]:
             if 16 << 10 <= width * depth * 2 * stages <= 112 << 10:
                 add(width=width, depth=depth, stages=stages)
         add(width=64, depth=128, stages=4, swap=True)
-        found += [replace(chosen, least=least) for least in (1, 2, 8, 16)]
-        found += [replace(chosen, least=least, up=replace(product, width=16, stages=6)) for least in (2, 8, 16)]
+        found += [replace(chosen, least=least) for least in (1, 8)]
+        # One, two or more programs a processor (of 132), or as many as there are.
+        found += [replace(chosen, fill=fill) for fill in (132, 264, 396, 1 << 16)]
+        found += [replace(chosen, fill=fill, up=replace(product, width=16, depth=512)) for fill in (132, 264)]
     else:
         key = "splits" if which == "down" else "sparse_splits"
         for width, depth, stages, swap in itertools.product((64, 128, 256), (32, 64, 128), (3, 4, 5, 6), (True, False)):
             if 32 << 10 <= width * depth * 2 * stages <= 112 << 10:
                 add(width=width, depth=depth, stages=stages, swap=swap, warps=8 if width == 256 else 4)
+        for ahead in (0, 32, 64, 128):
+            add(ahead=ahead)
         for splits, width in itertools.product((2, 4, 6, 8, 12, 16), (64, 128)):
             found.append(replace(chosen, **{key: splits, which: replace(product, width=width)}))
         found += [replace(chosen, columns=columns) for columns in (64, 256, 512)]
     return list(dict.fromkeys(found))
 
 
-def tune(layers: Layers, rows: int, union: float, which: str) -> list[dict[str, Any]]:
+def tune(layers: Layers, rows: int, unions: Sequence[float], which: str, base: Any) -> tuple[list[dict[str, Any]], Any]:
+    """Times of the tilings around ``base``, and the best one."""
     from spec_compile.kernels.mlp_sparse_triton import mlp_sparse_triton
-    from spec_compile.kernels.mlp_tiling import choose_mlp_tiling
     from spec_compile.kernels.mlp_triton import mlp_triton
 
-    layers.set(rows, union)
-    one, shape = layers.all[0], layers.shape
-    chosen = choose_mlp_tiling(one.x.device, one.x.dtype, rows, shape.hidden, shape.inner, shape.hidden)
     dense = which in ("first", "down")
-    right = wanted(one, None if dense else one.kept)
-    results = []
-    for tiling in tilings(chosen, which):
+    times: dict[Any, dict[float, float]] = {}
+    for union in [1.0] if dense else unions:
+        layers.set(rows, union)
+        one = layers.all[0]
+        right = wanted(one, None if dense else one.kept)
+        for tiling in tilings(base, which):
 
-        def run(layer: Layer, tiling: Any = tiling) -> Tensor:
-            if dense:
-                return mlp_triton(layer.x, layer.gate, layer.up, layer.down, None, None, None, "silu", tiling)
-            return mlp_sparse_triton(
-                layer.x, layer.gate, layer.up, layer.by_channels, None, None, None, "silu", layers.switch, THRESHOLD, 0, False,
-                tiling,
-            )  # fmt: skip
+            def run(layer: Layer, tiling: Any = tiling) -> Tensor:
+                if dense:
+                    return mlp_triton(layer.x, layer.gate, layer.up, layer.down, None, None, None, "silu", tiling)
+                return mlp_sparse_triton(
+                    layer.x, layer.gate, layer.up, layer.by_channels, None, None, None, "silu", layers.switch, THRESHOLD, 0,
+                    False, tiling,
+                )  # fmt: skip
 
-        try:
-            off = error(run(one), right)
-            us = graph_us(layers.calls(run), 5, 6) if layers.device == "cuda" else host_us(layers.calls(run), 1)
-        except Exception as failure:
-            print(f"    failed: {type(failure).__name__} {str(failure).splitlines()[0][:90]} {tiling}", flush=True)
-            continue
-        rest = {name: value for name, value in vars(tiling).items() if name not in PARTS}
-        results.append({"us": us, "error": off, "chosen": tiling == chosen, which: str(getattr(tiling, which)), **rest})
-        print(f"  {'*' if tiling == chosen else ' '} {us:8.1f} us  error {off:.1e}  {getattr(tiling, which)} {rest}", flush=True)
-    results.sort(key=lambda result: result["us"])
-    print(f"  best of {which} at T={rows}, union {union:.0%}: {results[0]}", flush=True)
-    return results
+            try:
+                off = error(run(one), right)
+                us = graph_us(layers.calls(run), 5, 6)
+            except Exception as failure:
+                print(f"    failed: {type(failure).__name__} {str(failure).splitlines()[0][:90]} {tiling}", flush=True)
+                continue
+            mark = "*" if tiling == base else " "
+            wrong = "  WRONG" if off > 0.01 else ""
+            print(f"  {mark} {us:8.1f} us  union {union:4.0%}  error {off:.1e}{wrong}  {differs(tiling, which)}", flush=True)
+            if not wrong:
+                times.setdefault(tiling, {})[union] = us
+    whole = {tiling: found for tiling, found in times.items() if len(found) == (1 if dense else len(unions))}
+    if not whole:
+        return [], base
+    first = whole.get(base) or next(iter(whole.values()))
+    scores = {tiling: statistics.mean(us / first[union] for union, us in found.items()) for tiling, found in whole.items()}
+    ordered = sorted(scores, key=scores.__getitem__)
+    print(f"  best of {which} at T={rows}:", flush=True)
+    for tiling in ordered[:5]:
+        shown = " ".join(f"{union:.0%}: {us:.1f}" for union, us in whole[tiling].items())
+        print(f"    {scores[tiling]:.3f}  {shown}  {differs(tiling, which)}", flush=True)
+    results = [{"score": scores[tiling], "us": whole[tiling], "tiling": differs(tiling, which)} for tiling in ordered]
+    return results, ordered[0]
+
+
+def differs(tiling: Any, which: str) -> str:
+    """A tiling in words: the product at hand, and what is no product."""
+    rest = " ".join(f"{name}={value}" for name, value in vars(tiling).items() if name not in PARTS)
+    return f"{getattr(tiling, which)} {rest}"
+
+
+def by_launch(layers: Layers, rows: int, union: float, bandwidth: float) -> list[dict[str, Any]]:
+    """What each launch of a step adds to it; the exact step at a union of 1 alone."""
+    from spec_compile.kernels.mlp_sparse_triton import sparse_launches
+    from spec_compile.kernels.mlp_triton import dense_launches
+
+    layers.set(rows, union)
+    keep = max(1, round(union * layers.shape.inner))
+
+    def exact_of(layer: Layer) -> Any:
+        return dense_launches(layer.x, layer.gate, layer.up, layer.down, None, None, None, "silu")
+
+    def sparse_of(layer: Layer, budget: int) -> Any:
+        return sparse_launches(
+            layer.x, layer.gate, layer.up, layer.by_channels, None, None, None, "silu", layers.switch,
+            0.0 if budget else THRESHOLD, budget, budget > 0,
+        )  # fmt: skip
+
+    kinds: dict[str, Callable[[Layer], Any]] = {"exact": exact_of} if union == 1 else {}
+    kinds |= {"sparse": lambda layer: sparse_of(layer, 0), "budget": lambda layer: sparse_of(layer, keep)}
+    weight = layers.shape.hidden * layers.shape.inner * 2 / bandwidth * 1e6
+    found = []
+    for kind, launches in kinds.items():
+        names = [name for name, _ in launches(layers.all[0])[1]]
+        limits = {"first": 2 * weight, "activation": weight, "kept": union * weight, "down": union * weight}
+        upto = [0.0]
+        for count in range(1, len(names) + 1):
+
+            def run(layer: Layer, count: int = count, launches: Callable[[Layer], Any] = launches) -> None:
+                for _, launch in launches(layer)[1][:count]:
+                    launch()
+
+            upto.append(timed(layers, run))
+        device = kernel_us(layers, lambda layer, of=launches: [launch() for _, launch in of(layer)[1]], len(names))
+        print(f"  T={rows} union {union:.0%} {kind}: {upto[-1]:.1f} us", flush=True)
+        for place, name in enumerate(names):
+            adds, limit = upto[place + 1] - upto[place], limits.get(name, 0.0)
+            shown = f"{device[place]:8.1f}" if device else "       -"
+            print(f"    {name:<11} adds {adds:6.1f}  limit {limit:5.1f}  device {shown}", flush=True)
+            row = {"T": rows, "union": union, "kind": kind, "launch": name, "adds_us": adds, "limit_us": limit}
+            found.append({**row, "device_us": device[place] if device else None})
+    return found
+
+
+def kernel_us(layers: Layers, function: Callable[[Layer], Any], kernels: int) -> list[float]:
+    """Mean time of each of the ``kernels`` of a step on the device, in the order of their launches; [] where CUPTI is silent."""
+    if layers.device != "cuda":
+        return []
+    from torch.profiler import ProfilerActivity, profile
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in layers.calls(function):
+            call()
+    graph.replay()
+    torch.cuda.synchronize()
+    try:
+        with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+            for _ in range(8):
+                graph.replay()
+            torch.cuda.synchronize()
+        spans = [e for e in profiled.events() if e.device_type == torch.autograd.DeviceType.CUDA and "kernel" in e.name]
+    except Exception as failure:
+        print(f"    no profile: {type(failure).__name__}: {failure}".splitlines()[0][:160], flush=True)
+        return []
+    if not spans or len(spans) % kernels:
+        print(f"    no profile: {len(spans)} kernels were seen, not a multiple of {kernels}", flush=True)
+        return []
+    spans.sort(key=lambda e: e.time_range.start)
+    return [statistics.mean(e.time_range.elapsed_us() for e in spans[place::kernels]) for place in range(kernels)]
+
+
+def table(layers: Layers, rows: int) -> Any:
+    from spec_compile.kernels.mlp_tiling import choose_mlp_tiling
+
+    shape, gate = layers.shape, layers.all[0].gate
+    return choose_mlp_tiling(gate.device, gate.dtype, rows, shape.hidden, shape.inner, shape.hidden)
 
 
 def run(name: str, shape: Shape, args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -297,10 +401,14 @@ def run(name: str, shape: Shape, args: argparse.Namespace) -> list[dict[str, Any
     found: list[dict[str, Any]] = []
     for rows in args.rows:
         if args.tune:
+            base = table(layers, rows)
             for which in args.tune:
-                for union in [1.0] if which in ("first", "down") else args.unions:
-                    results = tune(layers, rows, union, which)
-                    found.append({"shape": name, "T": rows, "union": union, "which": which, "results": results})
+                results, base = tune(layers, rows, args.unions, which, base)
+                found.append({"shape": name, "T": rows, "which": which, "results": results})
+            print(f"  all in all at T={rows}: {base}", flush=True)
+        elif args.launches:
+            for union in args.unions:
+                found += [{"shape": name, **row} for row in by_launch(layers, rows, union, args.bandwidth)]
         else:
             found += [{"shape": name, **row} for row in measure(layers, rows, args.unions, args)]
     return found
@@ -309,23 +417,25 @@ def run(name: str, shape: Shape, args: argparse.Namespace) -> list[dict[str, Any
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", default=["llama-8b"], choices=[*SHAPES])
-    parser.add_argument("--rows", type=int, nargs="+", default=None, help="T (default 1 2 4 8 16 32; 8 with --tune)")
+    parser.add_argument("--rows", type=int, nargs="+", default=None, help="T (default 1 2 4 8 16 32, or 8)")
     parser.add_argument("--unions", type=float, nargs="+", default=None, help="shares (default 1 .9 .75 .5 .3 .1 .05)")
     parser.add_argument("--peers", nargs="*", default=[*PEERS], choices=PEERS)
     parser.add_argument("--compiled", type=int, nargs="*", default=[8], help="T at which Inductor is timed")
     parser.add_argument("--tune", nargs="+", choices=PARTS, help="time tilings of these products instead")
+    parser.add_argument("--launches", action="store_true", help="time each launch of a step instead")
     parser.add_argument("--bandwidth", type=float, default=4.3e12, help="bytes per second for the limit")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    args.rows = args.rows or ([8] if args.tune else [1, 2, 4, 8, 16, 32])
-    args.unions = args.unions or ([1.0, 0.5, 0.1] if args.tune else [1.0, 0.9, 0.75, 0.5, 0.3, 0.1, 0.05])
+    apart = args.tune or args.launches
+    args.rows = args.rows or ([8] if apart else [1, 2, 4, 8, 16, 32])
+    args.unions = args.unions or ([1.0, 0.5, 0.1] if apart else [1.0, 0.9, 0.75, 0.5, 0.3, 0.1, 0.05])
     if not all(0 < union <= 1 for union in args.unions):
         parser.error("--unions are shares of the channels in (0, 1]")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("no CUDA device here; --device cpu runs small layers")
-    if args.device == "cpu" and args.tune:
-        parser.error("--tune needs a CUDA device")
+    if args.device == "cpu" and apart:
+        parser.error("--tune and --launches need a CUDA device")
     torch.manual_seed(0)
     card = torch.cuda.get_device_name() if args.device == "cuda" else "CPU, small layers"
     print(f"{card}, torch {torch.__version__}, bfloat16; us per layer", flush=True)

@@ -9,8 +9,6 @@ whole device reading.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import torch
 import triton
@@ -21,7 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from spec_compile.kernels.contest_triton import running_sum
 from spec_compile.kernels.mlp_compact_triton import compact_kernel, compact_warps
 from spec_compile.kernels.mlp_tiling import MlpTiling, choose_mlp_tiling
-from spec_compile.kernels.mlp_triton import activated, common_options, contiguous_bias, flat_rows, ordered_sum
+from spec_compile.kernels.mlp_triton import Launches, activated, common_options, contiguous_bias, flat_rows, ordered_sum
 from spec_compile.kernels.moe_experts_triton import product
 from spec_compile.kernels.prefetch_triton import prefetch
 
@@ -207,7 +205,7 @@ def sparse_launches(
     x: Tensor, gate: Tensor | None, up: Tensor, down: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None,
     down_bias: Tensor | None, activation: str, switch: Tensor, threshold: float, keep: int, joint: bool,
     tiling: MlpTiling | None = None, total: Tensor | None = None,
-) -> tuple[Tensor, list[tuple[str, Callable[[], Any]]]]:  # fmt: skip
+) -> tuple[Tensor, Launches]:  # fmt: skip
     """Arguments of :func:`mlp_sparse_triton`; its result, and the launches that fill it, by name (for the benchmark)."""
     flat = flat_rows(x)
     (rows, hidden), (out, inner) = flat.shape, down.shape
@@ -228,7 +226,7 @@ def sparse_launches(
     common = common_options(x, tiling)
     pdl = {name: common[name] for name in ("PDL", "launch_pdl") if name in common}
     bind = functools.partial
-    launches: list[tuple[str, Callable[[], Any]]] = [("activation", bind(
+    launches: Launches = [("activation", bind(
         _activation_kernel[(tiles,)],
         flat, by, x if bias is None else bias, acts, listed, count, score, switch, flat.stride(0), by.stride(0), threshold,
         rows, hidden, inner, HAS_BIAS=bias is not None, ACTIVATION=activation, BUDGET=budget, JOINT=joint, BN=g.width, BK=g.depth,

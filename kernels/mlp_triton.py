@@ -6,6 +6,8 @@ With dependent launches a product asks for its weights while the launch before i
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +20,8 @@ from spec_compile.kernels.mlp_tiling import MlpTiling, choose_mlp_tiling
 from spec_compile.kernels.moe_experts_triton import product
 from spec_compile.kernels.prefetch_triton import prefetch
 from spec_compile.kernels.tiling import device_of
+
+Launches = list[tuple[str, Callable[[], Any]]]
 
 
 @triton.jit
@@ -172,15 +176,11 @@ def contiguous_bias(bias: Tensor | None) -> Tensor | None:
     return bias if bias is None or bias.stride(0) == 1 else bias.contiguous()
 
 
-def mlp_triton(
+def dense_launches(
     x: Tensor, gate: Tensor | None, up: Tensor, down: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None,
     down_bias: Tensor | None, activation: str, tiling: MlpTiling | None = None,
-) -> Tensor:  # fmt: skip
-    """Same arguments and result as :func:`spec_compile.kernels.library.mlp`, where
-    :func:`spec_compile.kernels.mlp.why_no_mlp_kernel` is None.
-
-    ``tiling`` overrides the table of :mod:`spec_compile.kernels.mlp_tiling` (for the tuner).
-    """
+) -> tuple[Tensor, Launches]:  # fmt: skip
+    """Arguments of :func:`mlp_triton`; its result, and the launches that fill it, by name (for the benchmark)."""
     flat = flat_rows(x)
     (rows, hidden), (out, inner) = flat.shape, down.shape
     tiling = tiling or choose_mlp_tiling(x.device, x.dtype, rows, hidden, inner, out)
@@ -192,18 +192,37 @@ def mlp_triton(
     transposed = down.stride(1) != 1
     common = common_options(x, tiling)
     channels = first.width // 2 if gate is not None else first.width
-    with torch.cuda.device_of(x):
-        _first_kernel[(triton.cdiv(inner, channels),)](
+    bind = functools.partial
+    return result, [
+        ("first", bind(
+            _first_kernel[(triton.cdiv(inner, channels),)],
             flat, up if gate is None else gate, up, x if gate_bias is None else gate_bias, x if up_bias is None else up_bias,
             between, flat.stride(0), 0 if gate is None else gate.stride(0), up.stride(0), rows, hidden, inner,
             GATED=gate is not None, HAS_GATE_BIAS=gate_bias is not None, HAS_UP_BIAS=up_bias is not None, ACTIVATION=activation,
             BN=first.width, BK=first.depth, EVEN=hidden % first.depth == 0, SWAP=first.swap,
             AHEAD=first.ahead if first.ahead <= hidden else 0, num_warps=first.warps, num_stages=first.stages, **common,
-        )  # fmt: skip
-        _down_kernel[(triton.cdiv(out, dn.width) * tiling.splits,)](
+        )),
+        ("down", bind(
+            _down_kernel[(triton.cdiv(out, dn.width) * tiling.splits,)],
             between, down, parts, down.stride(1) if transposed else down.stride(0), rows, inner, out,
             BN=dn.width, BK=dn.depth, EVEN=inner % dn.depth == 0, SPLITS=tiling.splits, TRANSPOSED=transposed, SWAP=dn.swap,
             AHEAD=dn.ahead if dn.ahead <= inner else 0, num_warps=dn.warps, num_stages=dn.stages, **common,
-        )  # fmt: skip
-        ordered_sum(parts, down_bias, result.view(rows, out), tiling, common["PDL"])
+        )),
+        ("sum", bind(ordered_sum, parts, down_bias, result.view(rows, out), tiling, common["PDL"])),
+    ]  # fmt: skip
+
+
+def mlp_triton(
+    x: Tensor, gate: Tensor | None, up: Tensor, down: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None,
+    down_bias: Tensor | None, activation: str, tiling: MlpTiling | None = None,
+) -> Tensor:  # fmt: skip
+    """Same arguments and result as :func:`spec_compile.kernels.library.mlp`, where
+    :func:`spec_compile.kernels.mlp.why_no_mlp_kernel` is None.
+
+    ``tiling`` overrides the table of :mod:`spec_compile.kernels.mlp_tiling` (for the tuner).
+    """
+    with torch.cuda.device_of(x):
+        result, launches = dense_launches(x, gate, up, down, gate_bias, up_bias, down_bias, activation, tiling)
+        for _, launch in launches:
+            launch()
     return result
