@@ -60,26 +60,18 @@ def counted(model: Any, threshold: float) -> list[tuple[float, float]]:
 
 
 def test_unions_decide_which_layers_skip_channels(model: Any, tmp_path: Path) -> None:
-    plan = calibrate(model, 0.0005, limit_kl=9.0, limit_flips=1.0)
+    plan = calibrate(model, 0.003, limit_kl=1e-15, force=True)
     found = plan.calibration
-    assert found is not None and plan.threshold == "auto" and plan.thresholds is not None
-    for (kept, union), measured_kept, measured in zip(counted(model, 0.0005), found.kept, found.unions, strict=True):
+    assert found is not None and plan.threshold == "auto" and plan.thresholds == (0.0, 0.003)
+    for (kept, union), measured_kept, measured in zip(counted(model, 0.003), found.kept, found.unions, strict=True):
         assert measured_kept == pytest.approx(kept, abs=1e-3) and measured == pytest.approx(union, abs=1e-3)
-    assert found.unions[0] > 0.99 and plan.thresholds[0] == 0.0
-    assert (plan.thresholds[1] > 0) == (found.unions[1] < found.pays_below)
-    assert found.rows == ROWS and not found.forced
+    assert found.unions[1] < found.pays_below < found.unions[0]
+    assert found.rows == ROWS and found.held_out > 0 and found.forced == (found.kl > 1e-15)
     whole = sc.SparsityPlan(ffn=plan)
     whole.save(tmp_path / "plan.json")
     assert sc.SparsityPlan.load(tmp_path / "plan.json") == whole
-
-
-def test_a_layer_that_skips_is_reported_with_its_number(model: Any) -> None:
-    plan = calibrate(model, 0.003, limit_kl=9.0, limit_flips=1.0)
-    assert plan.thresholds is not None and plan.calibration is not None
-    assert (plan.thresholds[0], plan.thresholds[1]) == (0.0, 0.003), plan
-    assert plan.calibration.held_out > 0 and plan.calibration.kl >= 0.0
-    report = str(sc.explain(model, sc.VerifyCache(model, 64), ROWS - 1, sc.SparsityPlan(ffn=plan)))
-    assert f"exact (does not pay: {plan.calibration.unions[0]:.1%} of its channels in the union of {ROWS} rows)" in report
+    report = str(sc.explain(model, sc.VerifyCache(model, 64), ROWS - 1, whole))
+    assert f"exact (does not pay: {found.unions[0]:.1%} of its channels in the union of {ROWS} rows)" in report
     assert "in sparse steps 1 of 2 skip channels" in report
     assert "1 of 2 layers skip channels below 0.003" in words(plan)
 
@@ -90,11 +82,10 @@ def test_where_nothing_pays_the_plan_is_exact(model: Any) -> None:
     sc.SparsityPlan(ffn=plan).require_supported()
 
 
-def test_plans_past_a_limit(model: Any) -> None:
+def test_plans_past_a_limit() -> None:
+    model = build("llama", "sdpa", num_hidden_layers=1)
     with pytest.raises(QualityError, match=r"past its limits .* Lower threshold, or pass force=True"):
         calibrate(model, 5.0)
-    forced = calibrate(model, 5.0, force=True).calibration
-    assert forced is not None and forced.forced and (forced.kl > 0.05 or forced.flips > 0.05)
 
 
 @pytest.mark.parametrize(
