@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from spec_compile.errors import PlanError
-from spec_compile.kernels.mlp import why_no_sparse_kernel
+from spec_compile.kernels.mlp import PAYS_BELOW, why_no_sparse_kernel
 from spec_compile.passes.base import Rejection
 from spec_compile.passes.layer_filter import FilterPlan, require_layers, why_left_out
 from spec_compile.passes.mlp_match import MlpMatch
@@ -33,7 +33,7 @@ class ChannelPlan(FilterPlan, Protocol):
 @dataclass(frozen=True)
 class ChannelRule:
     """Numbers as in :func:`spec_compile.kernels.library.mlp_sparse`; all are 0 where the layer stays exact, for the reason
-    ``note``. ``measured`` says what a calibration found."""
+    ``note``. ``measured`` says what a calibration found, or that there was none."""
 
     threshold: float = 0.0
     keep: int = 0
@@ -73,17 +73,24 @@ def _rule(plan: ChannelPlan, index: int, layer: MlpMatch | Rejection) -> Channel
     left_out = why_left_out(plan, index, "feed-forward")
     if left_out:
         return ChannelRule(note=left_out)
-    measured = _measured(plan, index)
+    x = tensor(layer.x)
+    assert x is not None
+    device, measured = x.device.type, _measured(plan, index)
     if plan.budget is not None:
         keep = max(1, math.ceil(plan.budget * layer.inner))
         if keep >= layer.inner:
             return ChannelRule(note=f"the budget covers its {layer.inner} channels")
+        if device == "cuda" and plan.budget >= PAYS_BELOW[device]:
+            least = PAYS_BELOW[device]
+            return ChannelRule(note=f"does not pay: linear calls were measured to be as fast from {least:.0%} of the channels on")
         rule = ChannelRule(keep=keep, joint=True, measured=measured)
     else:
         threshold = plan.thresholds[index] if plan.thresholds is not None else plan.threshold
         assert threshold is not None and not isinstance(threshold, str)
         if threshold == 0:
             return ChannelRule(note=f"does not pay: {measured}" if measured else "its threshold is 0")
+        if device == "cuda" and not measured:
+            measured = "whether that pays was not measured (ffn_calibrate)"
         rule = ChannelRule(threshold=float(threshold), joint=plan.joint, measured=measured)
     refusal = _why_dense(layer)
     return ChannelRule(note=refusal) if refusal else rule

@@ -189,7 +189,8 @@ class FfnPlan:
             :func:`spec_compile.ffn_calibrate` measured that it pays.
         thresholds: per feed-forward layer, instead of one for all; 0 keeps a layer exact.
         budget: fraction of the channels that all rows of a step keep: those with the largest sums of squared activations. All
-            rows of a call vote: those of every sequence of a batch, and rows that a caller fills up.
+            rows of a call vote: those of every sequence of a batch, and rows that a caller fills up. On a GPU layers stay exact
+            under a budget that was not measured to pay, and the report says so.
         joint: with a threshold, a channel that one row keeps is kept by all rows: the same bytes, and closer to the exact step.
         include, exclude: feed-forward layers, counted from 0 among those of a graph, shared experts included; ``dense_first``
             leading ones stay exact.

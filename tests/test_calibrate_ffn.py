@@ -33,7 +33,7 @@ def texts() -> list[torch.Tensor]:
 
 
 def calibrate(model: Any, threshold: Any = 0.05, **given: Any) -> sc.FfnPlan:
-    given = {"draft_len": ROWS - 1, "window": WINDOW, "progress": False, **given}
+    given = {"draft_len": ROWS - 1, "window": WINDOW, "progress": False, "pays_below": 0.8, **given}
     return sc.ffn_calibrate(model, texts(), threshold, **given)
 
 
@@ -77,7 +77,8 @@ def test_unions_decide_which_layers_skip_channels(model: Any, tmp_path: Path) ->
 
 
 def test_where_nothing_pays_the_plan_is_exact(model: Any) -> None:
-    plan = calibrate(model, 1e-9)
+    plan = calibrate(model, 1e-9, pays_below=None)
+    assert plan.calibration is not None and plan.calibration.pays_below == 0.1
     assert plan.exact and plan.thresholds == (0.0, 0.0) and "no layer pays" in words(plan)
     sc.SparsityPlan(ffn=plan).require_supported()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -107,8 +108,10 @@ def expected(c: Call, kept: Tensor | None = None) -> Tensor:
 
 DENSE: dict[str, Any] = {"reference": mlp_reference, "operator": torch.ops.spec_compile.mlp_v1.default}
 SPARSE: dict[str, Any] = {
-    "reference": mlp_sparse_reference, "gathered": mlp_sparse_gathered, "operator": torch.ops.spec_compile.mlp_sparse_v1.default,
-}  # fmt: skip
+    "reference": mlp_sparse_reference,
+    "gathered": functools.partial(mlp_sparse_gathered, most=1.0),
+    "operator": torch.ops.spec_compile.mlp_sparse_v1.default,
+}
 if find_spec("triton"):
     from spec_compile.kernels.mlp_sparse_triton import mlp_sparse_triton
     from spec_compile.kernels.mlp_triton import mlp_triton
@@ -258,6 +261,8 @@ def test_exact_steps_and_rules_that_drop_nothing(name: str, rest: tuple[Any, ...
     ids=str,
 )
 def test_channels_that_no_row_keeps_are_not_read(name: str, spec: Spec, rule: str) -> None:
+    if name == "operator" and not CUDA:
+        pytest.skip("on CPU it gathers few channels only")
     c = make(spec)
     size = acts(c).abs()
     if rule == "budget":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.fx import GraphModule
 
 from spec_compile.errors import PlanError
 from spec_compile.kernels.mlp import watch_channels
+from spec_compile.passes import plan_mlp
 from spec_compile.passes.base import Rejection
 from spec_compile.passes.plan_mlp import ChannelRule, assign_channels
 from spec_compile.plan import FfnCalibration, FfnPlan
@@ -130,6 +132,21 @@ def test_a_calibration_speaks_in_the_report() -> None:
 def test_plans_that_do_not_fit(plan: FfnPlan, message: str) -> None:
     with pytest.raises(PlanError, match=message):
         rewritten(plan)
+
+
+def test_what_does_not_pay_on_a_gpu_stays_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_mlp, "tensor", lambda node: SimpleNamespace(device=torch.device("cuda")))
+    monkeypatch.setattr(plan_mlp, "_why_dense", lambda layer: "")
+    layers: list[Any] = [SimpleNamespace(x=None, inner=100)]
+    [rule] = assign_channels(FfnPlan(budget=0.5), layers)
+    assert rule == ChannelRule(note="does not pay: linear calls were measured to be as fast from 25% of the channels on")
+    [rule] = assign_channels(FfnPlan(budget=0.1), layers)
+    assert rule.words() == "keeps 10 channels for all rows"
+    [rule] = assign_channels(FfnPlan(threshold=0.1), layers)
+    assert rule.words() == "skips channels below 0.1, whether that pays was not measured (ffn_calibrate)"
+    found = FfnCalibration(rows=9, unions=(0.123,), kept=(0.1,))
+    [rule] = assign_channels(FfnPlan("auto", thresholds=(0.1,), calibration=found), layers)
+    assert rule.words() == "skips channels below 0.1, 12.3% of its channels in the union of 9 rows"
 
 
 def test_refused_layers_are_counted_and_budgets_may_cover_all() -> None:
