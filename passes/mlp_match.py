@@ -84,7 +84,12 @@ class MlpMatch:
 
     @property
     def weight_bytes(self) -> int:
-        return (self.hidden * (1 if self.gate is None else 2) + self.out) * self.inner * self.itemsize
+        return self.read_bytes(1.0)
+
+    def read_bytes(self, union: float) -> int:
+        """Bytes of weights that a step reads whose rows keep a share ``union`` of the channels together."""
+        others = self.out + (0 if self.gate is None else self.hidden)
+        return round((self.hidden + union * others) * self.inner * self.itemsize)
 
 
 def projection(node: Any) -> Projection | None:

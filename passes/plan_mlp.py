@@ -33,13 +33,15 @@ class ChannelPlan(FilterPlan, Protocol):
 @dataclass(frozen=True)
 class ChannelRule:
     """Numbers as in :func:`spec_compile.kernels.library.mlp_sparse`; all are 0 where the layer stays exact, for the reason
-    ``note``. ``measured`` says what a calibration found, or that there was none."""
+    ``note``. ``union``: share of the channels that a step reads, 1 where that is not known. ``measured`` says what a calibration
+    found, or that there was none."""
 
     threshold: float = 0.0
     keep: int = 0
     joint: bool = False
     note: str = ""
     measured: str = ""
+    union: float = 1.0
 
     def words(self) -> str:
         """What a report says of it, "" for an exact layer."""
@@ -83,7 +85,7 @@ def _rule(plan: ChannelPlan, index: int, layer: MlpMatch | Rejection) -> Channel
         if device == "cuda" and plan.budget >= PAYS_BELOW[device]:
             least = PAYS_BELOW[device]
             return ChannelRule(note=f"does not pay: linear calls were measured to be as fast from {least:.0%} of the channels on")
-        rule = ChannelRule(keep=keep, joint=True, measured=measured)
+        rule = ChannelRule(keep=keep, joint=True, measured=measured, union=keep / layer.inner)
     else:
         threshold = plan.thresholds[index] if plan.thresholds is not None else plan.threshold
         assert threshold is not None and not isinstance(threshold, str)
@@ -91,16 +93,19 @@ def _rule(plan: ChannelPlan, index: int, layer: MlpMatch | Rejection) -> Channel
             return ChannelRule(note=f"does not pay: {measured}" if measured else "its threshold is 0")
         if device == "cuda" and not measured:
             measured = "whether that pays was not measured (ffn_calibrate)"
-        rule = ChannelRule(threshold=float(threshold), joint=plan.joint, measured=measured)
+        rule = ChannelRule(threshold=float(threshold), joint=plan.joint, measured=measured, union=_union(plan, index) or 1.0)
     refusal = _why_dense(layer)
     return ChannelRule(note=refusal) if refusal else rule
 
 
-def _measured(plan: ChannelPlan, index: int) -> str:
+def _union(plan: ChannelPlan, index: int) -> float | None:
     found = plan.calibration
-    if found is None or index >= len(found.unions):
-        return ""
-    return f"{found.unions[index]:.1%} of its channels in the union of {found.rows} rows"
+    return None if found is None or index >= len(found.unions) else found.unions[index]
+
+
+def _measured(plan: ChannelPlan, index: int) -> str:
+    union = _union(plan, index)
+    return "" if union is None else f"{union:.1%} of its channels in the union of {plan.calibration.rows} rows"
 
 
 def _why_dense(layer: MlpMatch) -> str:

@@ -175,7 +175,8 @@ class MlpEntry:
         status: ``rewritten``, ``kept`` (proven, but its linear calls stay, for the reason ``kept``), or ``refused``.
         form: ``gated``, ``fused`` (gate and up in one weight) or ``plain`` (one first projection).
         hidden, inner: sizes H and F. activation: of the first projection.
-        weight_bytes: bytes of its weights, all read in an exact step.
+        weight_bytes: bytes of its weights, all read in an exact step. sparse_bytes: those read in a sparse step, as far as known:
+            under a budget, or by a calibration.
         rule: what a plan skips in sparse steps, "" where the layer stays exact, for the reason ``rule_note``.
     """
 
@@ -189,6 +190,7 @@ class MlpEntry:
     inner: int = 0
     activation: str = ""
     weight_bytes: int = 0
+    sparse_bytes: int = 0
     kept: str = ""
     rule: str = ""
     rule_note: str = ""
@@ -202,7 +204,8 @@ class MlpEntry:
         match = found.match
         return cls(
             match.layer or f"mlp {ordinal}", "kept" if found.kept else "rewritten", form=match.form, hidden=match.hidden,
-            inner=match.inner, activation=match.activation, weight_bytes=match.weight_bytes, kept=found.kept, rule=words,
+            inner=match.inner, activation=match.activation, weight_bytes=match.weight_bytes,
+            sparse_bytes=match.read_bytes(rule.union if rule is not None and words else 1.0), kept=found.kept, rule=words,
             rule_note=note,
         )  # fmt: skip
 
@@ -369,7 +372,9 @@ class RewriteReport:
             lines.append(f"    {len(entries)} x {text}: {_span([entry.layer for entry in entries])}")
         lines += _refused_lines([entry for entry in self.mlps if entry.status == "refused"])
         if any(entry.rule or entry.rule_note for entry in self.mlps):
-            lines.append(f"  in sparse steps {len(self.skipping)} of {len(self.mlps)} skip channels")
+            held, read = sum(entry.weight_bytes for entry in proven), sum(entry.sparse_bytes for entry in proven)
+            known = f" and read {read / 1e6:.1f} MB of {held / 1e6:.1f} MB of their weights" if read < held else ""
+            lines.append(f"  in sparse steps {len(self.skipping)} of {len(self.mlps)} skip channels{known}")
             lines += [f"    {entry.layer}: {entry.rule or f'exact ({entry.rule_note})'}" for entry in self.mlps]
         return lines
 

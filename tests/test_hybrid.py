@@ -16,7 +16,8 @@ from decoding_cases import endless, greedy_tokens, repeating
 from export_steps import DRAFTS, MAX_LEN, close, run_steps
 
 import spec_compile as sc
-from spec_compile import AttentionPlan, FfnPlan, MoePlan, SparsityPlan, VerifyCache, compile_verify
+from spec_compile import AttentionPlan, AuditPlan, FfnPlan, MoePlan, SparsityPlan, VerifyCache, compile_verify
+from spec_compile.metrics import StepBytes
 from spec_compile.models.zoo import build
 
 NEW = 16
@@ -75,6 +76,11 @@ def test_exported_with_weights_stored_by_channels(tmp_path: Path) -> None:
     plan = SparsityPlan(ffn=FfnPlan(budget=0.5))
     verify = compile_verify(model, VerifyCache(model, MAX_LEN), DRAFTS, plan, codegen="eager", strict=True)
     wanted = run_steps(verify, verify.cache, True, 20)
+    [layer] = verify.report().mlps
+    # Gate whole, and half of the other two.
+    assert layer.sparse_bytes * 3 == layer.weight_bytes * 2 and "of their weights" in str(verify.report())
+    read = StepBytes(model, verify.cache, plan, verify.report(), [])
+    assert read.weights(3) - read.weights(3, sparse=True) == layer.weight_bytes - layer.sparse_bytes
     for flavour in ("ops", "portable"):
         manifest = sc.export(verify, tmp_path / "verify.pt2", flavour=flavour, batch=1, mask="causal", strict=True)
         assert manifest.report["skipping"] == 1 and manifest.rows_vote and not down.is_contiguous()
@@ -94,8 +100,10 @@ def repeated() -> tuple[Any, list[list[int]], list[list[int]]]:
 @pytest.mark.parametrize(
     "plan",
     [
-        SparsityPlan(ffn=FfnPlan(threshold=0.3)),
-        SparsityPlan(attention=AttentionPlan(budget=16, block_size=8, recent=1), ffn=FfnPlan(budget=0.3)),
+        SparsityPlan(ffn=FfnPlan(threshold=0.3), audit=AuditPlan(adapt=False)),
+        SparsityPlan(
+            attention=AttentionPlan(budget=16, block_size=8, recent=1), ffn=FfnPlan(budget=0.3), audit=AuditPlan(adapt=False)
+        ),
     ],
     ids=["threshold", "budget and attention"],
 )
@@ -106,6 +114,8 @@ def test_audited_tokens_are_those_of_the_model(plan: SparsityPlan) -> None:
         for mode in ("audited", "sparse")
     }
     assert found["audited"].tokens == wanted and found["sparse"].tokens != wanted
+    forwards = found["audited"].metrics.forwards
+    assert forwards["sparse"] > 0 and forwards["audit"] > 0
     report = found["audited"].report
     assert report is not None and len(report.skipping) == len(report.mlps) > 0
 
