@@ -757,8 +757,8 @@ def mlp_sparse(
     """:func:`mlp` over the channels that matter to the rows of this step.
 
     The activation (of ``gate``, or of ``up`` where there is no gate) is computed for all F channels. Rows of ``up`` (behind a
-    gate) and columns of ``down`` are read for channels that some row keeps; on CPU, where copying those takes longer than computing
-    all from a tenth of the channels on, the others count as 0 and their weights must be finite.
+    gate) and columns of ``down`` are read for channels that some row keeps. On CPU, where copying those takes longer than
+    computing all from a tenth of the channels on, the others count as 0, and their weights must be finite.
 
     Args:
         x .. activation: as for :func:`mlp`.
