@@ -467,3 +467,29 @@ def test_replays_follow_inputs_and_the_switch(rows: int, hidden: int, inner: int
         kept = acts(call).abs() >= 0.3 if step else None
         wanted = expected(call, kept)
         assert float((out.cpu().double() - wanted).norm() / wanted.norm()) < 1e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="no CUDA device")
+@pytest.mark.parametrize("rest", [(0.3, 0, False), (0.0, 700, True)], ids=["threshold", "budget"])
+def test_calls_in_a_row_share_scratch_memory(rest: tuple[Any, ...]) -> None:
+    """Launches begin before those in front end, and lists of one call lie where those of the one before lay."""
+    c = make(Spec(rows=8, hidden=2048, inner=5632, out=2048, dtype=torch.bfloat16))
+    _, *weights = (t if t is None else on(t, "cuda") for t in c.tensors)
+    switch, generator = ON.cuda(), torch.Generator().manual_seed(7)
+    xs = [torch.randn(8, 2048, generator=generator).mul(scale).bfloat16().cuda() for scale in (1.0, 0.2, 0.05, 1.5, 0.1, 0.6)]
+
+    def call(x: Tensor) -> Tensor:
+        return torch.ops.spec_compile.mlp_sparse_v1.default(x, *weights, c.activation, switch, *rest)
+
+    alone = []
+    for x in xs:
+        alone.append(call(x))
+        torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = [call(x) for x in xs]
+    for _ in range(20):
+        graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(found, alone))
