@@ -1,11 +1,14 @@
-"""Train a small mixture of experts to judge MoE plans by: a Qwen3-MoE of 7 million parameters on this machine's Python sources.
+"""Train small models to judge plans by, of about 7 million parameters, on this machine's Python sources.
 
     python benchmarks/train_tiny_moe.py [--minutes 6] [--out benchmarks/assets/tiny-moe] [--device cuda] [--json FILE]
+    python benchmarks/train_tiny_moe.py --model relu2 [--sparsity 0.02] [--out benchmarks/assets/tiny-relu2]
 
-Byte-level BPE of 4,096 tokens, 6 layers, 16 experts of which each token takes 4, renormalised as in Qwen3-30B-A3B. The corpus is
-the standard library and the installed packages; one file in 50, by the hash of its text, is held out. bfloat16 weights with
-float32 masters, AdamW, cosine over the minutes. The result is a folder that transformers loads: config.json, model.safetensors
-(under 16 MiB), tokenizer.json and a model card with the held-out loss. Ctrl-C ends the training early and keeps what it reached.
+A Qwen3-MoE of 6 layers, 16 experts of which each token takes 4, renormalised as in Qwen3-30B-A3B. Or, with ``--model relu2``, a
+Llama of 6 layers whose feed-forward layers are gated by squared ReLU, for plans that skip channels: ``--sparsity`` weighs a
+penalty on the mean activation, which keeps most of them at 0. Byte-level BPE of 4,096 tokens. The corpus is the standard library
+and the installed packages; one file in 50, by the hash of its text, is held out. bfloat16 weights with float32 masters, AdamW,
+cosine over the minutes. The result is a folder that transformers loads: config.json, model.safetensors (under 16 MiB),
+tokenizer.json and a model card with the held-out loss. Ctrl-C ends the training early and keeps what it reached.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from typing import Any
 import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen3MoeConfig
 
 VOCABULARY, LENGTH, HELD_OUT = 4096, 1024, 50
 MOST_BYTES = 16 << 20
@@ -49,6 +52,28 @@ held out.
 |---|---|---|---|
 | bfloat16, as saved | {loss:.3f} | {top1:.1%} | {used} |
 """
+
+RELU2_CARD = """---
+license: apache-2.0
+library_name: transformers
+---
+
+# tiny-relu2
+
+A Llama ({millions:.1f} million parameters, {layers} layers, feed-forward layers of {inner} channels gated by squared ReLU) that
+continues Python source. It exists to measure what skipping channels costs, and is good for nothing else.
+
+Made by `benchmarks/train_tiny_moe.py --model relu2 --sparsity {sparsity:g}` on {date}: {tokens:.0f} million tokens in
+{minutes:.1f} minutes on {machine} (torch {torch}), byte-level BPE of {vocabulary} tokens, context {length}. Corpus: {files}
+Python files ({megabytes:.0f} MB) of the standard library and of the packages installed there, under their own licences (PSF, BSD,
+MIT, Apache-2.0); one in {held_out} was held out.
+
+| | held-out loss, nats a token | top-1 | channels above 0 in a row / in {rows} rows, by layer |
+|---|---|---|---|
+| bfloat16, as saved | {loss:.3f} | {top1:.1%} | {used} |
+"""
+# Rows of a step, whose channels are counted together.
+ROWS = 8
 
 
 def sources(limit: int) -> list[str]:
@@ -107,6 +132,22 @@ def model_config(vocabulary: int) -> Qwen3MoeConfig:
     )  # fmt: skip
 
 
+def relu2_config(vocabulary: int) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=vocabulary, hidden_size=192, intermediate_size=1536, num_hidden_layers=6, num_attention_heads=6,
+        num_key_value_heads=2, head_dim=64, hidden_act="relu2", max_position_embeddings=4096, tie_word_embeddings=True,
+        bos_token_id=None, eos_token_id=0, pad_token_id=0,
+    )  # fmt: skip
+
+
+def watch_activations(model: Any) -> list[Tensor]:
+    """What the layers' activations are in each call, newest last; the caller empties the list."""
+    seen: list[Tensor] = []
+    for layer in model.model.layers:
+        layer.mlp.act_fn.register_forward_hook(lambda _, __, out: seen.append(out))
+    return seen
+
+
 def batches(tokens: Tensor, rows: int, length: int, device: torch.device, seed: int) -> Iterator[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     tokens = tokens.to(device)
@@ -116,7 +157,9 @@ def batches(tokens: Tensor, rows: int, length: int, device: torch.device, seed: 
         yield tokens[starts[:, None] + offsets].long()
 
 
-def train(model: Any, tokens: Tensor, args: argparse.Namespace, device: torch.device) -> tuple[int, float]:
+def train(
+    model: Any, tokens: Tensor, args: argparse.Namespace, device: torch.device, acts: list[Tensor] | None = None
+) -> tuple[int, float]:
     """Steps taken and seconds spent; bfloat16 weights follow float32 masters."""
     weights = [p for p in model.parameters() if p.requires_grad]
     masters = [p.detach().float().clone().requires_grad_() for p in weights]
@@ -138,8 +181,16 @@ def train(model: Any, tokens: Tensor, args: argparse.Namespace, device: torch.de
                 rate = args.rate * min(1.0, (step + 1) / 200) * (0.55 + 0.45 * math.cos(math.pi * spent / budget))
                 for group in optimizer.param_groups:
                     group["lr"] = rate
-                loss = model(input_ids=ids, labels=ids, output_router_logits=True).loss
-                loss.backward()
+                if acts is None:
+                    loss = model(input_ids=ids, labels=ids, output_router_logits=True).loss
+                    loss.backward()
+                else:
+                    loss = model(input_ids=ids, labels=ids).loss
+                    # From nothing up: a penalty on what has not learnt anything yet kills channels. A root of the square is the
+                    # ReLU itself, whose slope does not vanish towards 0.
+                    weight = args.sparsity * min(1.0, 2 * spent / budget)
+                    (loss + weight * sum(act.float().clamp_min(1e-6).sqrt().mean() for act in acts)).backward()
+                    acts.clear()
                 for master, weight in zip(masters, weights):
                     master.grad = weight.grad.float()
                     weight.grad = None
@@ -180,8 +231,32 @@ def evaluate(model: Any, tokens: Tensor, device: torch.device, windows: int) -> 
     return loss / total, right / total, effective.tolist()
 
 
+@torch.no_grad()
+def evaluate_relu2(
+    model: Any, tokens: Tensor, device: torch.device, windows: int, acts: list[Tensor]
+) -> tuple[float, float, Any]:
+    """Loss, share of right top-1 tokens, and by layer the shares of channels above 0 in a row and in ``ROWS`` rows."""
+    model.eval()
+    count = min(windows, tokens.numel() // LENGTH)
+    loss, right, total = 0.0, 0, 0
+    used = torch.zeros(model.config.num_hidden_layers, 2)
+    for i in range(count):
+        ids = tokens[i * LENGTH : (i + 1) * LENGTH].to(device).long()[None]
+        acts.clear()
+        logits, targets = model(input_ids=ids).logits[0, :-1].float(), ids[0, 1:]
+        loss += float(torch.nn.functional.cross_entropy(logits, targets, reduction="sum"))
+        right += int((logits.argmax(-1) == targets).sum())
+        total += targets.numel()
+        for layer, act in enumerate(acts):
+            above = (act[0] > 0).view(-1, ROWS, act.shape[-1])
+            used[layer] += torch.stack([above.float().mean(), above.any(1).float().mean()]).cpu()
+    return loss / total, right / total, (used / count).tolist()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=("moe", "relu2"), default="moe")
+    parser.add_argument("--sparsity", type=float, default=0.02, help="weight of the penalty on activations (relu2)")
     parser.add_argument("--minutes", type=float, default=6.0)
     parser.add_argument("--steps", type=int, default=0, help="stop after this many steps (0: when the minutes are over)")
     parser.add_argument("--batch", type=int, default=64, help=f"rows of {LENGTH} tokens a step")
@@ -189,9 +264,10 @@ def main() -> None:
     parser.add_argument("--corpus", type=float, default=90.0, help="MB of sources")
     parser.add_argument("--windows", type=int, default=200, help="held-out windows to evaluate")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "assets" / "tiny-moe")
+    parser.add_argument("--out", type=Path, help="folder (default benchmarks/assets/tiny-MODEL)")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    args.out = args.out or Path(__file__).parent / "assets" / f"tiny-{args.model}"
     device = torch.device(args.device)
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
@@ -204,29 +280,41 @@ def main() -> None:
     print(f"{len(texts)} files, {learned.numel() / 1e6:.1f} + {unseen.numel() / 1e6:.2f} million tokens", flush=True)
     print(f"prepared in {time.perf_counter() - began:.0f} s", flush=True)
 
-    config = model_config(len(tokenizer))
-    model: Any = Qwen3MoeForCausalLM(config).to(device=device, dtype=torch.bfloat16)
-    model.set_experts_implementation("grouped_mm")
+    config: Any = (relu2_config if args.model == "relu2" else model_config)(len(tokenizer))
+    model: Any = AutoModelForCausalLM.from_config(config).to(device=device, dtype=torch.bfloat16)
+    acts = watch_activations(model) if args.model == "relu2" else None
+    if acts is None:
+        model.set_experts_implementation("grouped_mm")
     size = sum(p.numel() for p in model.parameters())
     if size * 2 > MOST_BYTES:
         raise SystemExit(f"{size} parameters are more than 16 MiB of bfloat16")
     model.train()
-    steps, seconds = train(model, learned, args, device)
-    loss, top1, used = evaluate(model, unseen, device, args.windows)
+    steps, seconds = train(model, learned, args, device, acts)
+    used: Any
+    if acts is None:
+        loss, top1, used = evaluate(model, unseen, device, args.windows)
+    else:
+        loss, top1, used = evaluate_relu2(model, unseen, device, args.windows, acts)
     machine = torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or platform.machine()
     result = {
         "steps": steps, "seconds": round(seconds, 1), "tokens": steps * args.batch * LENGTH, "parameters": size, "loss": loss,
-        "top1": top1, "experts_used": used, "machine": machine, "torch": torch.__version__, "files": len(texts),
-        "characters": sum(map(len, texts)),
+        "top1": top1, "experts_used" if acts is None else "channels_used": used, "machine": machine, "torch": torch.__version__,
+        "files": len(texts), "characters": sum(map(len, texts)),
     }  # fmt: skip
     args.out.mkdir(parents=True, exist_ok=True)
     model.cpu().save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
-    card = CARD.format(
-        millions=size / 1e6, layers=config.num_hidden_layers, experts=config.num_experts, chosen=config.num_experts_per_tok,
+    if acts is None:
+        card, told = CARD, {"experts": config.num_experts, "chosen": config.num_experts_per_tok}
+        shares = " ".join(f"{u:.1f}" for u in used)
+    else:
+        card, told = RELU2_CARD, {"inner": config.intermediate_size, "sparsity": args.sparsity, "rows": ROWS}
+        shares = ", ".join(f"{row:.1%} / {union:.1%}" for row, union in used)
+    card = card.format(
+        millions=size / 1e6, layers=config.num_hidden_layers, **told,
         date=time.strftime("%Y-%m-%d"), tokens=result["tokens"] / 1e6, minutes=seconds / 60, machine=machine,
         torch=torch.__version__, vocabulary=len(tokenizer), length=LENGTH, files=len(texts),
-        megabytes=result["characters"] / 1e6, held_out=HELD_OUT, loss=loss, top1=top1, used=" ".join(f"{u:.1f}" for u in used),
+        megabytes=result["characters"] / 1e6, held_out=HELD_OUT, loss=loss, top1=top1, used=shares,
     )  # fmt: skip
     (args.out / "README.md").write_text(card, encoding="utf-8")
     print(json.dumps(result))

@@ -18,6 +18,9 @@ from spec_compile.kernels.folded import attention_folded as _attention_folded
 from spec_compile.kernels.folded import fold_mask as _fold_mask
 from spec_compile.kernels.gathered import attention_gathered as _attention_gathered
 from spec_compile.kernels.linears import linears as _linears
+from spec_compile.kernels.mlp import ACTIVATIONS as MLP_ACTIVATIONS
+from spec_compile.kernels.mlp import mlp as _mlp
+from spec_compile.kernels.mlp import mlp_sparse as _mlp_sparse
 from spec_compile.kernels.moe import ACTIVATIONS, ORDERS, SCORES, wide_dtype
 from spec_compile.kernels.moe import moe_experts as _moe_experts
 from spec_compile.kernels.moe import moe_route as _moe_route
@@ -677,3 +680,107 @@ def _(
     return torch.empty_like(choice, memory_format=torch.contiguous_format), torch.empty_like(
         weight, memory_format=torch.contiguous_format
     )
+
+
+def _check_mlp(
+    name: str, x: Tensor, gate: Tensor | None, up: Tensor, down: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None,
+    down_bias: Tensor | None, activation: str,
+) -> Tensor:  # fmt: skip
+    torch._check(up.dim() == down.dim() == 2, lambda: f"{name}: weights must be 2-D")
+    channels, hidden = up.shape
+    torch._check(x.shape[-1] == hidden, lambda: f"{name}: x has {x.shape[-1]} columns, up {hidden}")
+    torch._check(gate is None or gate.shape == up.shape, lambda: f"{name}: gate must be {tuple(up.shape)}")
+    torch._check(down.shape[1] == channels, lambda: f"{name}: down must be [H, {channels}], got {tuple(down.shape)}")
+    torch._check(gate is not None or gate_bias is None, lambda: f"{name}: gate_bias without gate")
+    fits = all(
+        b is None or b.shape == (size,) for b, size in ((gate_bias, channels), (up_bias, channels), (down_bias, down.shape[0]))
+    )
+    torch._check(fits, lambda: f"{name}: biases must be [{channels}], [{channels}] and [{down.shape[0]}]")
+    torch._check(
+        activation in MLP_ACTIVATIONS, lambda: f"{name}: activation must be one of {MLP_ACTIVATIONS}, got {activation!r}"
+    )
+    torch._check(
+        all(w is None or w.dtype == x.dtype for w in (gate, up, down)), lambda: f"{name}: weights must have x's dtype {x.dtype}"
+    )
+    return x.new_empty(*x.shape[:-1], down.shape[0])
+
+
+@torch.library.custom_op("spec_compile::mlp_v1", mutates_args=())
+def mlp(
+    x: Tensor,
+    gate: Tensor | None,
+    up: Tensor,
+    down: Tensor,
+    gate_bias: Tensor | None,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    activation: str,
+) -> Tensor:
+    """A feed-forward layer: ``down(act(gate(x)) * up(x))``, or ``down(act(up(x)))`` where ``gate`` is None.
+
+    Args:
+        x: ``[..., H]``, floating.
+        gate, up: ``[F, H]``, x's dtype, any strides.
+        down: ``[H', F]``, any strides.
+        gate_bias, up_bias, down_bias: ``[F]``, ``[F]`` and ``[H']``, or None.
+        activation: ``silu``, ``gelu``, ``gelu_tanh``, ``relu`` or ``relu2`` (its square).
+
+    Returns:
+        ``[..., H']``, contiguous, in x's dtype. The kernels keep sums and activations in float32.
+    """
+    return _mlp(x, gate, up, down, gate_bias, up_bias, down_bias, activation)
+
+
+@mlp.register_fake
+def _(
+    x: Tensor, gate: Tensor | None, up: Tensor, down: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None,
+    down_bias: Tensor | None, activation: str,
+) -> Tensor:  # fmt: skip
+    return _check_mlp("mlp", x, gate, up, down, gate_bias, up_bias, down_bias, activation)
+
+
+@torch.library.custom_op("spec_compile::mlp_sparse_v1", mutates_args=())
+def mlp_sparse(
+    x: Tensor,
+    gate: Tensor | None,
+    up: Tensor,
+    down: Tensor,
+    gate_bias: Tensor | None,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    activation: str,
+    switch: Tensor,
+    threshold: float,
+    keep: int,
+    joint: bool,
+) -> Tensor:
+    """:func:`mlp` over the channels that matter to the rows of this step.
+
+    The activation (of ``gate``, or of ``up`` where there is no gate) is computed for all F channels. Rows of ``up`` (behind a
+    gate) and columns of ``down`` are read for channels that some row keeps. On CPU, where copying those takes longer than
+    computing all from a tenth of the channels on, the others count as 0, and their weights must be finite.
+
+    Args:
+        x .. activation: as for :func:`mlp`.
+        switch: int64 ``[1]``; 0 keeps every channel.
+        threshold: a row drops channels whose activation is smaller in absolute value (arXiv 2512.21911); compared in float32
+            by the kernels. 0 drops none.
+        keep: where above 0, the ``threshold`` is ignored and all rows keep the ``keep`` channels with the largest sums of squared
+            activations over the rows, ties to the lowest channel. All rows vote: rows that are padding must not be handed in.
+        joint: a channel that one row keeps is kept by all: the same bytes, and closer to the exact result.
+
+    Returns:
+        as :func:`mlp`. With ``switch`` 0, and where all rows keep all channels, the bits of :func:`mlp` on CPU.
+    """
+    return _mlp_sparse(x, gate, up, down, gate_bias, up_bias, down_bias, activation, switch, threshold, keep, joint)
+
+
+@mlp_sparse.register_fake
+def _(
+    x: Tensor, gate: Tensor | None, up: Tensor, down: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None,
+    down_bias: Tensor | None, activation: str, switch: Tensor, threshold: float, keep: int, joint: bool,
+) -> Tensor:  # fmt: skip
+    torch._check(switch.numel() == 1, lambda: "mlp_sparse: switch must be [1]")
+    torch._check(threshold >= 0, lambda: f"mlp_sparse: threshold must not be negative, got {threshold}")
+    torch._check(0 <= keep <= up.shape[0], lambda: f"mlp_sparse: keep must lie in 0..{up.shape[0]}, got {keep}")
+    return _check_mlp("mlp_sparse", x, gate, up, down, gate_bias, up_bias, down_bias, activation)

@@ -82,7 +82,7 @@ def _row(r, first, inner, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
 
 
 @triton.jit
-def _product(
+def product(
     x_at, w_at, x_used, w_used, k_lo, k_hi, w_k,
     BN: tl.constexpr, BK: tl.constexpr, M: tl.constexpr, EVEN: tl.constexpr, TRANSPOSED: tl.constexpr, SWAP: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -177,7 +177,7 @@ def _gate_up_kernel(
         pair = _pairs_of(CHOICE, e, mine, start, pairs, M, PAIRS, CHUNK)
         real = tl.arange(0, M) + start < count
         x_at = X + (pair // K).to(tl.int64)[:, None] * x_n + k[None, :]
-        acc = _product(x_at, w_at, real[:, None], w_used, 0, hidden, w_n, BN, BK, M, EVEN, TRANSPOSED, SWAP, PRECISION)
+        acc = product(x_at, w_at, real[:, None], w_used, 0, hidden, w_n, BN, BK, M, EVEN, TRANSPOSED, SWAP, PRECISION)
         if HAS_BIAS:
             bias_at = BIAS + e.to(tl.int64) * b_e + half * inner + n
             acc += tl.load(bias_at, mask=used, other=0.0).to(tl.float32)[None, :]
@@ -234,7 +234,7 @@ def _down_kernel(
         pair = _pairs_of(CHOICE, e, mine, start, pairs, M, PAIRS, CHUNK)
         real = tl.arange(0, M) + start < count
         h_at = INNER + pair.to(tl.int64)[:, None] * inner + k[None, :]
-        acc = _product(h_at, w_at, real[:, None], w_used, k_lo, k_hi, w_n, BN, BK, M, EVEN, TRANSPOSED, SWAP, PRECISION)
+        acc = product(h_at, w_at, real[:, None], w_used, k_lo, k_hi, w_n, BN, BK, M, EVEN, TRANSPOSED, SWAP, PRECISION)
         if HAS_BIAS and split == 0:
             acc += tl.load(BIAS + e.to(tl.int64) * b_e + n, mask=n < hidden, other=0.0).to(tl.float32)[None, :]
         out_at = PARTS + (split * pairs + pair).to(tl.int64)[:, None] * hidden + n[None, :]

@@ -43,7 +43,7 @@ def shared_bytes(product: Product, rows: int, itemsize: int) -> int:
     return max(buffers, product.width * (rows + 1) * 4)
 
 
-def _fitted(product: Product, rows: int, itemsize: int, device: Device) -> Product:
+def fitted(product: Product, rows: int, itemsize: int, device: Device) -> Product:
     """The product with as many stages, and then as much depth, as the device has room for."""
     while shared_bytes(product, rows, itemsize) + RESERVE > device.shared_bytes:
         if product.stages > 2:
@@ -70,13 +70,13 @@ def _choose(device: Device, itemsize: int, rows: int, experts: int, k: int, hidd
     if itemsize == 4:
         # Exact float32 products run on the ordinary arithmetic units: registers bound the tile.
         plain = Product(32, 32, 4, 3, False)
-        return ExpertTiling(_fitted(plain, 16, 4, device), _fitted(plain, 16, 4, device), 16)
+        return ExpertTiling(fitted(plain, 16, 4, device), fitted(plain, 16, 4, device), 16)
     swap = device.capability // 10 == 9
 
     def product(tiles: float, steps: int) -> Product:
         # One tile a processor needs a deep pipeline; short sums need neighbours that work while they start and end.
         stages = 6 if tiles <= device.processors and steps >= 6 else 3 if steps <= 8 else 4
-        return _fitted(Product(64, 128, 4, stages, swap, 256), tall, itemsize, device)
+        return fitted(Product(64, 128, 4, stages, swap, 256), tall, itemsize, device)
 
     up = product(distinct * -(-inner // 32), -(-hidden // 128))
     steps = -(-inner // 128)

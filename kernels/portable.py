@@ -17,6 +17,7 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 from spec_compile.kernels import library
 from spec_compile.kernels.block_mass import block_mass_without_host
 from spec_compile.kernels.blocks import hidden_threshold, live_blocks_reference
+from spec_compile.kernels.mlp import activated, kept_channels, mlp_reference
 from spec_compile.kernels.moe import gated, moe_route_reference, wide_dtype
 from spec_compile.kernels.moe_limit import moe_limit_reference
 from spec_compile.kernels.selection import select_blocks_without_host, summarize_blocks
@@ -216,6 +217,18 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -
     return out if bias is None else out + bias.unsqueeze(1)
 
 
+def _mlp_sparse(
+    x: Tensor, gate: Tensor | None, up: Tensor, down: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None,
+    down_bias: Tensor | None, activation: str, switch: Tensor, threshold: float, keep: int, joint: bool,
+) -> Tensor:  # fmt: skip
+    """Every channel is computed, and those not kept are zeroed: the bits of the dense layer in an exact step."""
+    rows = x.reshape(-1, x.shape[-1])
+    acted = activated(linear(rows, up, up_bias) if gate is None else linear(rows, gate, gate_bias), activation)
+    kept = kept_channels(acted.to(wide_dtype(x.dtype)), threshold, keep, joint) | (switch == 0)
+    inner = acted if gate is None else acted * linear(rows, up, up_bias)
+    return linear(torch.where(kept, inner, 0), down, down_bias).reshape(*x.shape[:-1], down.shape[0])
+
+
 BODIES: dict[Any, Callable[..., Any]] = {
     ops.live_blocks_v2.default: live_blocks_reference,
     ops.realize_mask_v1.default: lambda mask: mask.clone(memory_format=torch.contiguous_format),
@@ -232,6 +245,8 @@ BODIES: dict[Any, Callable[..., Any]] = {
     ops.moe_experts_v1.default: _experts,
     ops.moe_route_v1.default: moe_route_reference,
     ops.moe_limit_v1.default: moe_limit_reference,
+    ops.mlp_v1.default: mlp_reference,
+    ops.mlp_sparse_v1.default: _mlp_sparse,
 }
 
 assert library.attention is not None

@@ -7,6 +7,8 @@ infer. Longer calls (prefill) run PyTorch's SDPA. The structural detector does n
 Experts become one ``spec_compile::moe_experts`` call per MoE layer for verify-sized calls, and transformers' ``grouped_mm`` for
 longer ones, so that a model whose experts run in an eager loop (which breaks the graph) can be compiled as well.
 
+With ``ffn=True`` the last projections of feed-forward layers are stored by channels, as the kernel that skips some reads them.
+
 The result is the model's *eager* semantics: transformers' ``sdpa`` implementation drops Gemma 2's softcap, this one does not.
 """
 
@@ -20,6 +22,7 @@ from torch import Tensor
 from spec_compile.errors import OptionsError
 from spec_compile.kernels import availability, library
 from spec_compile.kernels.moe import MAX_PAIRS
+from spec_compile.models.down_weights import store_by_channels, store_by_outputs
 from spec_compile.options import MAX_ROWS, disabled
 
 NAME = "spec_compile"
@@ -35,11 +38,13 @@ _ACTIVATIONS = {
 }
 
 
-def prepare(model: Any) -> Any:
+def prepare(model: Any, ffn: bool = False) -> Any:
     """Switch a transformers model to the marker hooks; :func:`restore` undoes it.
 
     Args:
         model: a ``PreTrainedModel``.
+        ffn: store the last weights of feed-forward layers by channels, for a plan that skips channels on a GPU: in place, and
+            their values and shapes stay. :func:`~spec_compile.compile_verify` does so itself where its plan needs it.
 
     Returns:
         The same model. With ``SPEC_COMPILE_DISABLE=1`` nothing is changed.
@@ -68,6 +73,8 @@ def prepare(model: Any) -> Any:
     setattr(model, _PREVIOUS, before)
     try:
         _prepare_experts(model)
+        if ffn:
+            store_by_channels(model)
     except BaseException:
         # Whole or not at all: attention is switched already.
         restore(model)
@@ -103,13 +110,14 @@ def _experts(model: Any) -> list[Any]:
 
 
 def restore(model: Any) -> Any:
-    """Undo :func:`prepare`.
+    """Undo :func:`prepare`, and what :func:`~spec_compile.compile_verify` did to the storage of weights.
 
     Raises:
         OptionsError: the model is not prepared.
     """
+    turned = store_by_outputs(model)
     if not hasattr(model, _PREVIOUS):
-        if disabled():
+        if disabled() or turned:
             return model
         raise OptionsError("this model is not prepared; nothing to restore")
     model.set_attn_implementation(getattr(model, _PREVIOUS))

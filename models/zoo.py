@@ -29,6 +29,7 @@ class Family:
         reason: fragment of the expected refusal.
         padding_mask: whether forward needs a 2-D ``attention_mask`` over the whole cache to trace into one graph.
         positions: whether forward takes ``position_ids``.
+        mlps: dense feed-forward layers and shared experts of the tiny model; default one a layer.
     """
 
     name: str
@@ -39,6 +40,11 @@ class Family:
     reason: str = ""
     padding_mask: bool = False
     positions: bool = True
+    mlps: int = -1
+
+    def __post_init__(self) -> None:
+        if self.mlps < 0:
+            object.__setattr__(self, "mlps", self.layers)
 
 
 def _config(cls: str, /, layers: int = 2, **fields: Any) -> Callable[[], Any]:
@@ -117,13 +123,13 @@ _ALL = (
     Family("cohere", _config("CohereConfig", logit_scale=1.0)),
     Family("starcoder2", _config("Starcoder2Config", sliding_window=WINDOW)),
     Family("glm4", _config("Glm4Config", **_DIM)),
-    Family("mixtral", _config("MixtralConfig", sliding_window=WINDOW, num_local_experts=4, **_DIM, **_MOE)),
-    Family("qwen3_moe", _config("Qwen3MoeConfig", num_experts=4, moe_intermediate_size=32, **_DIM, **_MOE)),
-    Family("olmoe", _config("OlmoeConfig", num_experts=4, **_MOE)),
+    Family("mixtral", _config("MixtralConfig", sliding_window=WINDOW, num_local_experts=4, **_DIM, **_MOE), mlps=0),
+    Family("qwen3_moe", _config("Qwen3MoeConfig", num_experts=4, moe_intermediate_size=32, **_DIM, **_MOE), mlps=0),
+    Family("olmoe", _config("OlmoeConfig", num_experts=4, **_MOE), mlps=0),
     Family("gpt_oss", _config(
         "GptOssConfig", sliding_window=WINDOW, layer_types=_alternating(2), num_local_experts=4, rope_parameters=_YARN,
         **_DIM, **_MOE,
-    ), implementations=("eager",)),
+    ), implementations=("eager",), mlps=0),
     Family("deepseek_v3", _config("DeepseekV3Config", **_MLA, **_MOE), outcome="refused", reason="MLA latent cache"),
     Family("llama4", _config("Llama4TextConfig", layers=4, **_DIM, **_LLAMA4), layers=4),
 )  # fmt: skip

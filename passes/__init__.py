@@ -8,6 +8,7 @@ from spec_compile.passes import (
     canonicalize,
     check_rewrite,
     detect_attention,
+    detect_mlp,
     detect_moe,
     fuse_linears,
     lower_attention,
@@ -15,6 +16,7 @@ from spec_compile.passes import (
     share_mask_work,
     share_selection,
     sparsify_attention,
+    sparsify_mlp,
     sparsify_moe,
 )
 
@@ -22,6 +24,7 @@ __all__ = [
     "canonicalize",
     "check_rewrite",
     "detect_attention",
+    "detect_mlp",
     "detect_moe",
     "fuse_linears",
     "lower_attention",
@@ -29,5 +32,6 @@ __all__ = [
     "share_mask_work",
     "share_selection",
     "sparsify_attention",
+    "sparsify_mlp",
     "sparsify_moe",
 ]

@@ -69,8 +69,9 @@ class PassContext:
     ``roles`` (one per attention) by the plan stage, ``state`` by passes that add inputs to the graph. ``sparsity`` is the plan
     for attention, or None for exact. ``moes`` (what was found of each MoE layer) and ``moe_calls`` are filled by its detector;
     ``released`` names writes to temporaries that went away with a region which owned them. ``moe_plan`` is the plan for MoE, or
-    None for exact, and ``moe_limits`` what it makes of each of ``moes``. ``batch_varies``: whoever runs the graph allocates added
-    inputs for the batch at hand, which may be symbolic.
+    None for exact, and ``moe_limits`` what it makes of each of ``moes``. ``mlps`` (what was found of each feed-forward layer) and
+    ``ffn_rules`` (what ``ffn_plan`` makes of each of them) are filled by its detector, and ``mlp_calls`` with the calls by place.
+    ``batch_varies``: whoever runs the graph allocates added inputs for the batch at hand, which may be symbolic.
     """
 
     max_q_len: int = 32
@@ -87,6 +88,10 @@ class PassContext:
     released: set[str] = field(default_factory=set)
     moe_plan: Any = None
     moe_limits: list[Any] = field(default_factory=list)
+    mlps: list[Any] = field(default_factory=list)
+    mlp_calls: dict[int, Node] = field(default_factory=dict)
+    ffn_plan: Any = None
+    ffn_rules: list[Any] = field(default_factory=list)
     batch_varies: bool = False
 
 

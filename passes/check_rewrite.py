@@ -43,7 +43,10 @@ class CheckRewrite(Pass):
         lost = [call.name for call in ctx.moe_calls if call not in present or not call.users]
         if lost:
             raise RewriteDefect(f"experts that were proven are not in the graph: {', '.join(lost)}")
-        for node in ctx.moe_calls:
+        gone = [call.name for call in ctx.mlp_calls.values() if call not in present or not call.users]
+        if gone:
+            raise RewriteDefect(f"feed-forward layers that were proven are not in the graph: {', '.join(gone)}")
+        for node in (*ctx.moe_calls, *ctx.mlp_calls.values()):
             x, out = tensor(node.args[0]), tensor(node)
             if x is None or out is None or (out.device, out.dtype) != (x.device, x.dtype):
                 raise RewriteDefect(f"{node.name} has lost its value, dtype or device")

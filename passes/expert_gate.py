@@ -43,7 +43,7 @@ class Gate:
 
 
 @dataclass(frozen=True)
-class _Half:
+class Half:
     source: Node
     which: str
     inner: tuple[Node, ...]
@@ -56,7 +56,7 @@ def match_gate(node: Node) -> Gate:
         Refusal: not a gated activation that is known.
     """
     inner: list[Node] = []
-    product = _uncast(node, inner)
+    product = uncast(node, inner)
     if not is_call(product, aten.mul):
         raise Refusal(product, f"the experts' activation ends in {_name(product)}, not in a product of gate and up")
     inner.append(product)
@@ -69,7 +69,7 @@ def match_gate(node: Node) -> Gate:
     raise Refusal(product, "the experts' activation is none of silu, gelu, relu times up, or gpt-oss's clamped form")
 
 
-def _joined(node: Node, gate: _Half, up: _Half, activation: str, limit: float, alpha: float, inner: tuple[Node, ...]) -> Gate:
+def _joined(node: Node, gate: Half, up: Half, activation: str, limit: float, alpha: float, inner: tuple[Node, ...]) -> Gate:
     if gate.source is up.source and gate.which == "whole":
         raise Refusal(node, "gate and up are one value")
     if gate.which == up.which == "whole":
@@ -86,47 +86,47 @@ def _joined(node: Node, gate: _Half, up: _Half, activation: str, limit: float, a
     return Gate(gate.source, gate.which == "even", activation, limit, alpha, (*inner, *gate.inner, *up.inner))
 
 
-_Found = tuple[str, float, float, _Half, _Half, tuple[Node, ...]]
+_Found = tuple[str, float, float, Half, Half, tuple[Node, ...]]
 
 
 def _plain(left: Any, right: Any) -> _Found | None:
     """``act(gate) * up``."""
     inner: list[Node] = []
-    acted = _uncast(left, inner)
+    acted = uncast(left, inner)
     activation = _PLAIN.get(packet(acted)) if isinstance(acted, Node) else None
     if is_call(acted, aten.gelu):
         activation = {"none": "gelu", "tanh": "gelu_tanh"}.get(argument(acted, "approximate", "none"))
     if activation is None:
         return None
     inner.append(acted)
-    gate, up = _half(acted.args[0], inner), _half(right, inner)
+    gate, up = _side(acted.args[0], inner), _side(right, inner)
     return (activation, 0.0, 0.0, gate, up, tuple(inner)) if gate and up else None
 
 
 def _clamped(left: Any, right: Any) -> _Found | None:
     """``(clamp(up, -L, L) + 1) * (g * sigmoid(alpha * g))`` with ``g = min(gate, L)``."""
     inner: list[Node] = []
-    shifted, glu = _uncast(left, inner), _uncast(right, inner)
-    up = next((a for a, b in _pairs(shifted, aten.add) if number(b) == 1.0), None)
+    shifted, glu = uncast(left, inner), uncast(right, inner)
+    up = next((a for a, b in pairs(shifted, aten.add) if number(b) == 1.0), None)
     if up is None or argument(shifted, "alpha", 1) != 1:
         return None
-    for gate, sigmoid in _pairs(glu, aten.mul):
+    for gate, sigmoid in pairs(glu, aten.mul):
         scaled = sigmoid.args[0] if is_call(sigmoid, aten.sigmoid) else None
-        alpha = next((number(b) for a, b in _pairs(scaled, aten.mul) if a is gate), None)
+        alpha = next((number(b) for a, b in pairs(scaled, aten.mul) if a is gate), None)
         gate_limits, up_limits = _clamp(gate), _clamp(up)
         if alpha is None or gate_limits is None or up_limits is None:
             continue
         limit = gate_limits[1]
         if gate_limits[0] is not None or limit is None or up_limits != (-limit, limit):
             continue
-        first, second = _half(gate.args[0], inner), _half(up.args[0], inner)
+        first, second = _side(gate.args[0], inner), _side(up.args[0], inner)
         if first is None or second is None:
             continue
         return ("swiglu_oai", limit, alpha, first, second, (*inner, shifted, glu, sigmoid, scaled, gate, up))
     return None
 
 
-def _pairs(node: Any, *packets: Any) -> Iterator[tuple[Any, Any]]:
+def pairs(node: Any, *packets: Any) -> Iterator[tuple[Any, Any]]:
     """Both orders of the operands of a commutative call."""
     if is_call(node, *packets) and len(node.args) >= 2:
         yield node.args[0], node.args[1]
@@ -152,8 +152,18 @@ def number(arg: Any) -> float | None:
     return found
 
 
-def _half(node: Any, inner: list[Node]) -> _Half | None:
-    node = _uncast(node, inner)
+def _side(node: Any, inner: list[Node]) -> Half | None:
+    """A half of one product, or a product of its own, as far as can be seen from here."""
+    found = half(node, inner)
+    node = uncast(node, [])
+    if found is None and (is_view(node) or is_call(node, *_PRODUCTS) or is_fallback(node)):
+        return Half(node, "whole", ())
+    return found
+
+
+def half(node: Any, inner: list[Node]) -> Half | None:
+    """One half of the last dimension of a value: which, and the nodes that cut it."""
+    node = uncast(node, inner)
     if not isinstance(node, Node):
         return None
     if node.target is operator.getitem and is_call(node.args[0], aten.chunk, aten.split):
@@ -166,14 +176,13 @@ def _half(node: Any, inner: list[Node]) -> _Half | None:
             return None
         halved = parts[0].shape[-1] == parts[1].shape[-1]
         which = ("first", "last")[place] if halved else f"{place}th uneven"
-        return _Half(source, which, (node, whole))
+        return Half(source, which, (node, whole))
     if is_call(node, aten.slice) and isinstance(node.args[0], Node):
         return _sliced(node, node.args[0])
-    # A product of its own, as far as can be seen from here.
-    return _Half(node, "whole", ()) if is_view(node) or is_call(node, *_PRODUCTS) or is_fallback(node) else None
+    return None
 
 
-def _sliced(node: Node, source: Node) -> _Half | None:
+def _sliced(node: Node, source: Node) -> Half | None:
     sizes = shape(source)
     dim, step = argument(node, "dim", 0), argument(node, "step", 1)
     start, end = argument(node, "start", 0), argument(node, "end", sizes[-1])
@@ -184,14 +193,14 @@ def _sliced(node: Node, source: Node) -> _Half | None:
     found = {
         (0, width // 2, 1): "first", (width // 2, width, 1): "last", (0, width, 2): "even", (1, width, 2): "odd",
     }.get((start, end, step))  # fmt: skip
-    return _Half(source, found, (node,)) if found else None
+    return Half(source, found, (node,)) if found else None
 
 
 def _even(sizes: tuple[Any, ...]) -> bool:
     return bool(sizes) and isinstance(sizes[-1], int) and sizes[-1] % 2 == 0
 
 
-def _uncast(node: Any, inner: list[Node]) -> Any:
+def uncast(node: Any, inner: list[Node]) -> Any:
     while is_call(node, *CASTS):
         inner.append(node)
         node = node.args[0]

@@ -28,9 +28,9 @@ from spec_compile.passes.base import Pass, PassContext, PassReport, Rejection, S
 from spec_compile.passes.emit import Emitter
 from spec_compile.passes.layer_filter import FilterPlan, require_layers, why_left_out
 from spec_compile.passes.moe_route_match import RouteMatch
-from spec_compile.passes.nodes import aten, fake_mode, layer_name, shape, tensor
+from spec_compile.passes.nodes import aten, layer_name, shape, tensor
 from spec_compile.passes.regions import storage, writes_by_storage
-from spec_compile.passes.state_inputs import StateInput, add_input
+from spec_compile.passes.state_inputs import sparse_switch
 
 assert library.moe_limit is not None  # importing it registers the operators
 _EXPERTS = torch.ops.spec_compile.moe_experts_v1.default
@@ -164,11 +164,12 @@ class SparsifyMoe(Pass):
             else:
                 layers.append(_routing(call, moe.route, writes, place))
         ctx.moe_limits = assign_limits(ctx.moe_plan, layers)
-        gates: dict[torch.device, Node] = {}
         for call, limit, moe in zip(found, ctx.moe_limits, ctx.moes):
             if call is None or limit.note or _limited(call):
                 continue
-            _insert(call, limit, moe.route, _gate(gm, ctx, call, gates))
+            weight = tensor(call.args[2])
+            assert weight is not None
+            _insert(call, limit, moe.route, sparse_switch(gm, ctx.state, weight))
             report.hits += 1
         return report
 
@@ -198,17 +199,6 @@ def _why_not_compared(call: Node, route: RouteMatch, writes: dict[Node, list[Nod
 def _limited(call: Node) -> bool:
     choice = call.args[1]
     return isinstance(choice, Node) and choice.target is operator.getitem and getattr(choice.args[0], "target", None) is _LIMIT
-
-
-def _gate(gm: GraphModule, ctx: PassContext, call: Node, gates: dict[torch.device, Node]) -> Node:
-    weight = tensor(call.args[2])
-    assert weight is not None
-    if weight.device not in gates:
-        with fake_mode(weight):
-            like = torch.empty(1, dtype=torch.int64, device=weight.device)
-        gates[weight.device] = add_input(gm, f"spec_sparse_{len(gates)}", like)
-        ctx.state.append(StateInput("sparse", (), 0, 0, "", (1,), torch.int64, weight.device))
-    return gates[weight.device]
 
 
 def _insert(call: Node, limit: Limit, route: Any, gate: Node) -> None:

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from spec_compile.passes.nodes import fake_mode
+
 
 @dataclass(frozen=True)
 class StateInput:
@@ -43,3 +45,15 @@ def add_input(gm: GraphModule, name: str, value: Tensor) -> Node:
     node.meta.update(val=value, spec_compile=True, tensor_dict={"_dynamo_static_input_type": "unguarded"})
     node._dynamo_source = None
     return node
+
+
+def sparse_switch(gm: GraphModule, state: list[StateInput], like: Tensor) -> Node:
+    """The input that is 0 in exact steps: one for each device, which all layers on it share. ``like`` is a value there."""
+    held = [need.device for need in state if need.kind == "sparse"]
+    if like.device in held:
+        name = f"spec_sparse_{held.index(like.device)}"
+        return next(node for node in gm.graph.find_nodes(op="placeholder") if node.target == name)
+    with fake_mode(like):
+        number = torch.empty(1, dtype=torch.int64, device=like.device)
+    state.append(StateInput("sparse", (), 0, 0, "", (1,), torch.int64, like.device))
+    return add_input(gm, f"spec_sparse_{len(held)}", number)

@@ -13,6 +13,7 @@ from spec_compile._version import __version__
 if TYPE_CHECKING:
     from spec_compile.attachment import attach
     from spec_compile.calibrate import moe_calibrate
+    from spec_compile.calibrate_ffn import ffn_calibrate
     from spec_compile.explainer import explain
     from spec_compile.export_load import LoadedVerify, load
     from spec_compile.exporter import export
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from spec_compile.models.cache import VerifyCache
     from spec_compile.models.hooks import prepare, restore
     from spec_compile.models.row_cache import RowCache
-    from spec_compile.plan import AttentionPlan, AuditPlan, FfnPlan, MoeCalibration, MoePlan, SparsityPlan
+    from spec_compile.plan import AttentionPlan, AuditPlan, FfnCalibration, FfnPlan, MoeCalibration, MoePlan, SparsityPlan
     from spec_compile.report import RewriteReport
     from spec_compile.verify import VerifyFunction, compile_verify
 
@@ -30,9 +31,10 @@ _HOME = {
     "AttentionPlan": "spec_compile.plan",
     "AuditPlan": "spec_compile.plan",
     "DecodingMetrics": "spec_compile.metrics",
-    "LoadedVerify": "spec_compile.export_load",
+    "FfnCalibration": "spec_compile.plan",
     "FfnPlan": "spec_compile.plan",
     "GenerateOutput": "spec_compile.generation",
+    "LoadedVerify": "spec_compile.export_load",
     "MoeCalibration": "spec_compile.plan",
     "MoePlan": "spec_compile.plan",
     "SparsityPlan": "spec_compile.plan",
@@ -43,8 +45,9 @@ _HOME = {
     "attach": "spec_compile.attachment",
     "compile_verify": "spec_compile.verify",
     "explain": "spec_compile.explainer",
-    "generate": "spec_compile.generation",
     "export": "spec_compile.exporter",
+    "ffn_calibrate": "spec_compile.calibrate_ffn",
+    "generate": "spec_compile.generation",
     "load": "spec_compile.export_load",
     "moe_calibrate": "spec_compile.calibrate",
     "prepare": "spec_compile.models.hooks",
@@ -55,6 +58,7 @@ __all__ = [
     "AttentionPlan",
     "AuditPlan",
     "DecodingMetrics",
+    "FfnCalibration",
     "FfnPlan",
     "GenerateOutput",
     "LoadedVerify",
@@ -70,6 +74,7 @@ __all__ = [
     "compile_verify",
     "explain",
     "export",
+    "ffn_calibrate",
     "generate",
     "load",
     "moe_calibrate",

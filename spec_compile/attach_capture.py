@@ -37,9 +37,8 @@ class CapturedSteps:
 
     def __init__(self, handle: _Handle) -> None:
         self._handle = handle
-        attention, moe = handle.plan.attention, handle.plan.moe
         # The rows of a padding would take part in the selection.
-        self._rows_vote = (attention is not None and not attention.exact) or (moe is not None and moe.expert_budget is not None)
+        self._rows_vote = handle.plan.rows_vote
         self._windows = mask_windows(handle.model)
         self._outputs: Any = None
         self._step: StepGraph | None = None

@@ -28,7 +28,7 @@ from spec_compile.errors import OptionsError, SpecCompileError, StrictError
 from spec_compile.logs import logger
 from spec_compile.options import Options, disabled
 from spec_compile.report import RewriteReport
-from spec_compile.verify import _with_own_code, check_draft_len, has_expert_loop
+from spec_compile.verify import _with_own_code, check_draft_len, has_expert_loop, store_for
 
 _DISABLED = "SPEC_COMPILE_DISABLE is set"
 # Guards what is attached, in all threads.
@@ -48,7 +48,9 @@ def attach(
 
     Args:
         model: a decoder-only transformers model with ``generate``.
-        plan: sparsity plan; default exact. Under a sparse plan ``generate`` no longer returns the tokens of the model alone.
+        plan: sparsity plan; default exact. Under a sparse plan ``generate`` no longer returns the tokens of the model alone. As
+            in :func:`~spec_compile.compile_verify`, ``plan.ffn`` has last weights stored by channels on a GPU, in place and also
+            after the handle is detached; ``restore(model)`` undoes it.
         draft_len: with ``cudagraphs``, captured steps have ``draft_len + 1`` rows, and fewer are padded to that; longer ones
             run compiled, but not captured.
         strict: raise where a verify is refused or does not compile, instead of warning.
@@ -147,6 +149,7 @@ class AttachHandle:
         self.reports: list[RewriteReport] = []
         self.plan, self._sink = options.plan, options.on_report
         self.switch = None if options.plan.exact else switch_of(options.plan)
+        store_for(options.plan, model)
         self._options = dataclasses.replace(options, on_report=self._keep, cudagraphs=False)
         self._refused: dict[Any, str] = {}
         self._warned: set[str] = set()

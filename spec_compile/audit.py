@@ -59,8 +59,9 @@ class AuditedLoop(DecodingLoop):
         """Bytes of a sparse and of a dense step."""
         bytes_read, rows = self.step_bytes(), self.drafter.max_drafts + 1
         starts = [held for held, on in zip(self.cache.lengths, going) if on]
-        weights = bytes_read.weights(rows * len(starts)) if self.window.plan.cost == "all" else 0
-        return weights + bytes_read.kv(starts, rows, True), weights + bytes_read.kv(starts, rows, False)
+        whole, all_rows = self.window.plan.cost == "all", rows * len(starts)
+        sparse, dense = (bytes_read.weights(all_rows, kind) if whole else 0 for kind in (True, False))
+        return sparse + bytes_read.kv(starts, rows, True), dense + bytes_read.kv(starts, rows, False)
 
     def _run_ahead(self, going: Sequence[bool], pending: int) -> None:
         """A sparse step: what it keeps is pending."""

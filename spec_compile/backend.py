@@ -141,6 +141,7 @@ def _rewrite(
         need_static_cache=options.cudagraphs and _on_cuda(example_inputs),
         sparsity=_sparsity(options),
         moe_plan=None if options.plan.moe is None or options.plan.moe.exact else options.plan.moe,
+        ffn_plan=None if options.plan.ffn is None or options.plan.ffn.exact else options.plan.ffn,
     )
     keep_code = options.on_report is not None and getattr(options.on_report, "keep_code", False)
     rewritten = run_passes(captured, ctx, report, options.dump, keep_code)
@@ -187,6 +188,12 @@ def _say_what_happened(report: RewriteReport, options: Options) -> None:
     if options.plan.moe is not None and not options.plan.moe.exact and not report.limited:
         reasons = "; ".join(dict.fromkeys(entry.rule_note or entry.reason for entry in report.moes))
         _complain(f"plan.moe: no layer is limited: {reasons or 'no MoE layer was recognised'}", options)
+    for mlp in report.mlps:
+        if mlp.status == "refused":
+            logger.info("%s refused: %s", mlp.layer, mlp.reason)
+    if options.plan.ffn is not None and not options.plan.ffn.exact and not report.skipping:
+        reasons = "; ".join(dict.fromkeys(entry.rule_note or entry.reason for entry in report.mlps))
+        _complain(f"plan.ffn: no layer skips channels: {reasons or 'no feed-forward layer was recognised'}", options)
 
 
 def _complain(text: str, options: Options) -> None:

@@ -76,13 +76,13 @@ def moe_calibrate(
     """
     options = {"codegen": "eager", **options}
     _check_model(model)
-    _check_numbers(skip, draft_len, window, held_out, limit_kl, limit_flips, options)
+    check_numbers(skip, draft_len, window, held_out, limit_kl, limit_flips, options)
     rules = MoePlan(None, None, ratio, top_k, expert_budget, substitute, renormalize)
     if skip is None and rules.exact:
         raise OptionsError("nothing to calibrate: give skip, ratio, top_k or expert_budget")
     rows = draft_len + 1
-    train, test = _split(_windows(texts, tokenizer, window, _vocabulary(model)), held_out, 2 * rows + 1)
-    with _bar(progress) as tick:
+    train, test = split_windows(token_windows(texts, tokenizer, window, vocabulary_size(model)), held_out, 2 * rows + 1)
+    with progress_bar(progress) as tick:
         routings = [*_routings(model, train, tick).values()]
         if not routings:
             raise OptionsError(f"{type(model).__name__} calls none of its experts through transformers' experts interface")
@@ -152,7 +152,7 @@ def _whole(value: Any, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-def _check_numbers(
+def check_numbers(
     skip: Any, draft_len: Any, window: Any, held_out: Any, limit_kl: Any, limit_flips: Any, options: dict[str, Any]
 ) -> None:
     from spec_compile.options import Options
@@ -175,12 +175,12 @@ def _check_numbers(
         raise OptionsError(f"held_out must lie between 0 and 1, got {held_out!r}")
 
 
-def _vocabulary(model: Any) -> int | None:
+def vocabulary_size(model: Any) -> int | None:
     embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
     return getattr(embedding, "num_embeddings", None)
 
 
-def _windows(texts: Any, tokenizer: Any, window: int, vocabulary: int | None = None) -> list[Tensor]:
+def token_windows(texts: Any, tokenizer: Any, window: int, vocabulary: int | None = None) -> list[Tensor]:
     wanted = "texts must be a list of strings or of token ids"
     if isinstance(texts, str | bytes | Tensor | Mapping) or not isinstance(texts, Iterable):
         raise OptionsError(f"{wanted}, got {type(texts).__name__}")
@@ -208,7 +208,7 @@ def _windows(texts: Any, tokenizer: Any, window: int, vocabulary: int | None = N
     return found
 
 
-def _split(windows: list[Tensor], held_out: float, least: int) -> tuple[list[Tensor], list[Tensor]]:
+def split_windows(windows: list[Tensor], held_out: float, least: int) -> tuple[list[Tensor], list[Tensor]]:
     """Windows to calibrate on, and the last ones, to measure on."""
     if len(windows) == 1:
         windows = [*windows[0].chunk(2)]
@@ -288,7 +288,7 @@ def _counts(
     return sum(kept) / len(kept), sum(distinct) / len(distinct), sum(exact) / len(exact)
 
 
-def _kl(exact: Tensor, sparse: Tensor) -> float:
+def divergence_sum(exact: Tensor, sparse: Tensor) -> float:
     """Sum of KL divergences from logarithms of probabilities; a token that the exact step excludes (-inf) adds nothing."""
     return float((exact.exp() * (exact - sparse)).masked_fill(exact == -torch.inf, 0.0).sum())
 
@@ -318,7 +318,7 @@ def _divergence(
                 raise OptionsError(f"the plan limits no MoE layer: {notes or 'none was recognised'}")
             cache.crop(-rows)
             exact = verify(step, sparse=False).double().log_softmax(-1)
-            divergence += _kl(exact, sparse)
+            divergence += divergence_sum(exact, sparse)
             flipped += int((exact.argmax(-1) != sparse.argmax(-1)).sum())
             positions += rows
         tick(f"measuring {name}", len(windows))
@@ -326,7 +326,7 @@ def _divergence(
 
 
 @contextlib.contextmanager
-def _bar(show: bool) -> Iterator[Callable[[str, int], None]]:
+def progress_bar(show: bool) -> Iterator[Callable[[str, int], None]]:
     """``tick(stage, total)`` advances the bar of a stage by one."""
     try:
         from rich.console import Console

@@ -41,7 +41,7 @@ def build_parser() -> argparse.ArgumentParser:
     explain.add_argument("--plan", type=Path, help="sparsity plan (JSON)")
     explain.add_argument("--graph", choices=("before", "after"), help="print the graph instead of the table")
 
-    calibrate = commands.add_parser("calibrate", help="make a plan that skips experts of a mixture, and measure what it costs")
+    calibrate = commands.add_parser("calibrate", help="make a plan that skips experts or channels, and measure what it costs")
     calibrate.add_argument("model", type=Path, metavar="MODEL_DIR_OR_GGUF")
     calibrate.add_argument(
         "--texts", type=Path, nargs="+", required=True, metavar="FILE", help="UTF-8 texts, a quarter is held out"
@@ -54,6 +54,9 @@ def build_parser() -> argparse.ArgumentParser:
     calibrate.add_argument("--top-k", type=int, help="experts a row keeps")
     calibrate.add_argument("--expert-budget", type=int, help="distinct experts over the rows of a step")
     calibrate.add_argument("--substitute", action="store_true", help="replace what the budget drops by experts within it")
+    calibrate.add_argument(
+        "--ffn-threshold", type=float, help="instead of experts: skip channels with smaller activations where it pays"
+    )
     calibrate.add_argument("--draft-len", type=int, default=8, help="drafts per verify (default 8)")
     calibrate.add_argument("--window", type=int, default=512, help="tokens of a window (default 512)")
     calibrate.add_argument(
@@ -131,6 +134,10 @@ def run_calibrate(args: argparse.Namespace) -> dict[str, Any]:
 
     disable_progress_bar()
     rules = (args.skip, args.ratio, args.top_k, args.expert_budget)
+    if args.ffn_threshold is not None:
+        if any(rule is not None for rule in rules) or args.substitute:
+            raise SpecCompileError("--ffn-threshold makes a plan by itself: leave out the rules for experts")
+        return _calibrate_ffn(args, texts)
     model, tokenizer = load_model(args.model)
     moe = moe_calibrate(
         model, texts, 3 if all(rule is None for rule in rules) else args.skip, tokenizer=tokenizer, ratio=args.ratio,
@@ -141,6 +148,22 @@ def run_calibrate(args: argparse.Namespace) -> dict[str, Any]:
     plan.save(args.out)
     assert moe.calibration is not None
     print(f"{args.out}: {words(moe.calibration)}")
+    return plan.to_dict()
+
+
+def _calibrate_ffn(args: argparse.Namespace, texts: list[str]) -> dict[str, Any]:
+    from spec_compile.calibrate_ffn import ffn_calibrate, words
+    from spec_compile.loading import load_model
+    from spec_compile.plan import SparsityPlan
+
+    model, tokenizer = load_model(args.model)
+    ffn = ffn_calibrate(
+        model, texts, args.ffn_threshold, tokenizer=tokenizer, draft_len=args.draft_len, window=args.window,
+        limit_kl=args.limit_kl, limit_flips=args.limit_flips, force=args.force,
+    )  # fmt: skip
+    plan = SparsityPlan(ffn=ffn)
+    plan.save(args.out)
+    print(f"{args.out}: {words(ffn)}")
     return plan.to_dict()
 
 

@@ -175,7 +175,7 @@ class DecodingLoop:
         self.metrics.forwards[kind] += 1
         self.metrics.kv_bytes_dense += dense
         self.metrics.kv_bytes += bytes_read.kv(starts, rows, True) if sparse else dense
-        self.metrics.weight_bytes += bytes_read.weights(rows * len(starts))
+        self.metrics.weight_bytes += bytes_read.weights(rows * len(starts), sparse)
 
     def step_bytes(self) -> StepBytes:
         """Byte counts of this model; the roles of its layers are known once a step was compiled."""

@@ -108,6 +108,7 @@ def _merge(reports: list[RewriteReport]) -> RewriteReport:
         return RewriteReport(kind="passed through", reason="nothing was compiled (SPEC_COMPILE_DISABLE, or no tensor operation)")
     first = verify[0]
     first.moes = [entry for report in reports for entry in report.moes]
+    first.mlps = [entry for report in reports for entry in report.mlps]
     for other in verify[1:]:
         first.attentions += other.attentions
         first.passes += other.passes

@@ -22,6 +22,7 @@ from spec_compile.errors import CacheError, ExportError, OptionsError
 from spec_compile.export_program import MASKS, MAX_BATCH, CacheShape, StepSpec, VerifyProgram, trace_step
 from spec_compile.logs import logger
 from spec_compile.manifest import FORMATS, NAME, Manifest, Value
+from spec_compile.models.down_weights import stored_by_outputs
 from spec_compile.options import Options, disabled
 from spec_compile.passes.base import PassContext
 from spec_compile.plan import SparsityPlan
@@ -100,16 +101,18 @@ def export(
         lowering=settings.lowering if flavour == "ops" or settings.lowering != "auto" else "folded",
         sparsity=None if settings.plan.attention is None or settings.plan.attention.exact else settings.plan.attention,
         moe_plan=None if settings.plan.moe is None or settings.plan.moe.exact else settings.plan.moe,
+        ffn_plan=None if settings.plan.ffn is None or settings.plan.ffn.exact else settings.plan.ffn,
         batch_varies=batch is None,
     )
-    with clock.stage("trace"):
-        verify = trace_step(model, call_model(model), spec, context)
-    _complain(verify.report, settings.plan, strict)
-    if flavour == "portable":
-        with clock.stage("decompose"):
-            verify = decompose(verify)
-    manifest = _manifest(verify, kind, flavour, model, settings, spec, room, device, drafts)
-    _write(verify, target, kind, manifest, opset, clock)
+    with stored_by_outputs(model):
+        with clock.stage("trace"):
+            verify = trace_step(model, call_model(model), spec, context)
+        _complain(verify.report, settings.plan, strict)
+        if flavour == "portable":
+            with clock.stage("decompose"):
+                verify = decompose(verify)
+        manifest = _manifest(verify, kind, flavour, model, settings, spec, room, device, drafts)
+        _write(verify, target, kind, manifest, opset, clock)
     return manifest
 
 
@@ -223,6 +226,8 @@ def _complain(report: RewriteReport, plan: SparsityPlan, strict: bool) -> None:
         problems.append("plan.attention: no layer is sparse")
     if plan.moe is not None and not plan.moe.exact and not report.limited:
         problems.append("plan.moe: no layer is limited")
+    if plan.ffn is not None and not plan.ffn.exact and not report.skipping:
+        problems.append("plan.ffn: no layer skips channels")
     for problem in problems:
         if strict:
             raise ExportError(problem)
@@ -244,16 +249,16 @@ def _manifest(
     logits = Value("logits", ("batch" if spec.batch is None else spec.batch, "rows", int(vocabulary.shape[-1])),
                    str(vocabulary.dtype).removeprefix("torch."), "logits")  # fmt: skip
     outputs = [logits] + [Value(v.next, v.shape, v.dtype, v.role) for v in values if v.next]
-    attention_sparse = plan.attention is not None and not plan.attention.exact
     return Manifest(
         format=kind, flavour=flavour, versions=_versions(kind), model=type(model).__name__, plan=plan.to_dict(),
         sparse=bool(verify.state), min_context=switch_of(plan).min_context,
-        rows_vote=attention_sparse or (plan.moe is not None and plan.moe.expert_budget is not None),
+        rows_vote=plan.rows_vote,
         device=device.type, capability=_capability(kind, device), rows=(1, drafts + 1),
         batch=(1, MAX_BATCH) if spec.batch is None else (spec.batch, spec.batch), slots=spec.slots, max_len=room,
         layers=len(spec.layers), mask=spec.mask, operators=tuple(foreign_operators(verify.program)), inputs=tuple(values),
         outputs=tuple(outputs), report={"attentions": len(verify.report.rewritten), "refused": len(verify.report.refused),
-                                        "sparse": len(verify.report.sparse), "moes": len(verify.report.moes)},
+                                        "sparse": len(verify.report.sparse), "moes": len(verify.report.moes),
+                                        "mlps": len(verify.report.mlps), "skipping": len(verify.report.skipping)},
     )  # fmt: skip
 
 

@@ -221,15 +221,18 @@ class StepBytes:
             one = (keys + values, keys, role, None if kind == "full_attention" else window)
             self._layers[one] = self._layers.get(one, 0) + 1
         self._experts = [(m.experts, m.top_k, m.expert_bytes) for m in ([] if report is None else report.moes) if m.expert_bytes]
+        self._skipped = sum(m.weight_bytes - m.sparse_bytes for m in ([] if report is None else report.mlps))
         held = sum(p.numel() * p.element_size() for p in model.parameters())
         embeddings, out = model.get_input_embeddings(), model.get_output_embeddings()
         if embeddings is not None and (out is None or out.weight is not embeddings.weight):
             held -= embeddings.weight.numel() * embeddings.weight.element_size()
         self._shared_weights = held - sum(count * size for count, _, size in self._experts)
 
-    def weights(self, rows: int) -> int:
-        """Weights read by ``rows`` rows of all sequences: of experts at most as many as these can choose."""
-        return self._shared_weights + sum(min(count, rows * top) * size for count, top, size in self._experts)
+    def weights(self, rows: int, sparse: bool = False) -> int:
+        """Weights read by ``rows`` rows of all sequences: of experts at most as many as these can choose, in sparse steps without
+        channels of feed-forward layers that are known to be skipped."""
+        shared = self._shared_weights - (self._skipped if sparse else 0)
+        return shared + sum(min(count, rows * top) * size for count, top, size in self._experts)
 
     def kv(self, starts: Sequence[int], rows: int, sparse: bool) -> float:
         """K and V (and summaries) read by a forward of ``rows`` rows behind ``starts`` tokens of each sequence."""

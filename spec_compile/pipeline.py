@@ -46,6 +46,7 @@ def run_passes(
         report.after = _code(gm)
     report.add_attentions(ctx.attentions, ctx.roles, ctx.sparsity)
     report.add_moes(ctx.moes, ctx.moe_limits)
+    report.add_mlps(ctx.mlps, ctx.ffn_rules)
     return gm
 
 

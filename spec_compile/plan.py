@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from spec_compile.errors import PlanError, PlanNotYetError
+from spec_compile.errors import PlanError
 from spec_compile.files import write_whole
 
 SCHEMA_VERSION = 1
@@ -147,32 +147,93 @@ class AttentionPlan:
 
 
 @dataclass(frozen=True)
-class FfnPlan:
-    """Sparse gated FFN.
+class FfnCalibration:
+    """What :func:`spec_compile.ffn_calibrate` measured: sparse steps against exact ones over the same held-out text.
 
     Attributes:
-        threshold: skip channels with ``|act| < threshold`` (the paper's tau), or ``"auto"`` to measure whether it pays.
-        budget: fraction of channels kept, chosen jointly over the draft rows.
-        include, exclude: layer indices.
+        rows: rows of a step.
+        threshold: tried in every layer.
+        unions: per layer, share of channels that a step of ``rows`` rows keeps, mean.
+        kept: per layer, share of channels that a row keeps, mean.
+        pays_below: union below which a layer was made sparse; the others stay exact.
+        held_out: positions measured.
+        kl: mean KL divergence of the sparse next-token distribution from the exact one, nats.
+        flips: share of positions whose most likely token changed.
+        forced: whether the plan is past the limits it was given.
+    """
+
+    rows: int = 0
+    threshold: float = 0.0
+    unions: tuple[float, ...] = ()
+    kept: tuple[float, ...] = ()
+    pays_below: float = 1.0
+    held_out: int = 0
+    kl: float = 0.0
+    flips: float = 0.0
+    forced: bool = False
+
+    def __post_init__(self) -> None:
+        _check_types(self, "ffn.calibration.")
+        for name in ("threshold", "pays_below", "kl", "flips"):
+            value = getattr(self, name)
+            _check(math.isfinite(value), f"ffn.calibration.{name}", f"must be finite, got {value}")
+
+
+@dataclass(frozen=True)
+class FfnPlan:
+    """Feed-forward layers that skip channels in sparse steps: the activation is computed for all of them, rows of the other first
+    weight and columns of the last one are read for those that are kept.
+
+    Attributes:
+        threshold: a row skips channels with ``|act| < threshold`` (the paper's tau). ``"auto"``: by layer, as
+            :func:`spec_compile.ffn_calibrate` measured that it pays.
+        thresholds: per feed-forward layer, instead of one for all; 0 keeps a layer exact.
+        budget: fraction of the channels that all rows of a step keep: those with the largest sums of squared activations. All
+            rows of a call vote: those of every sequence of a batch, and rows that a caller fills up. On a GPU layers stay exact
+            under a budget that was not measured to pay, and the report says so.
+        joint: with a threshold, a channel that one row keeps is kept by all rows: the same bytes, and closer to the exact step.
+        include, exclude: feed-forward layers, counted from 0 among those of a graph, shared experts included; ``dense_first``
+            leading ones stay exact.
+        calibration: how far the plan was measured to be from the model, if it was.
     """
 
     threshold: float | str | None = None
     budget: float | None = None
     include: tuple[int, ...] | None = None
     exclude: tuple[int, ...] = ()
+    thresholds: tuple[float, ...] | None = None
+    joint: bool = False
+    dense_first: int = 0
+    calibration: FfnCalibration | None = None
 
     def __post_init__(self) -> None:
         _check_types(self, "ffn.")
+        _check(self.dense_first >= 0, "ffn.dense_first", f"must not be negative, got {self.dense_first}")
+        if self.thresholds is not None:
+            _check(self.threshold in (None, "auto"), "ffn", "threshold and thresholds exclude each other")
+            _check(self.budget is None, "ffn", "thresholds and budget exclude each other")
+            for layer, threshold in enumerate(self.thresholds):
+                ok = threshold >= 0 and math.isfinite(threshold)
+                _check(ok, f"ffn.thresholds[{layer}]", f"must be finite and not negative, got {threshold}")
         if isinstance(self.threshold, str):
             _check(self.threshold == "auto", "ffn.threshold", f"must be a number or 'auto', got {self.threshold!r}")
         elif self.threshold is not None:
-            _check(self.threshold >= 0, "ffn.threshold", f"must not be negative, got {self.threshold}")
+            ok = self.threshold >= 0 and math.isfinite(self.threshold)
+            _check(ok, "ffn.threshold", f"must be finite and not negative, got {self.threshold}")
         _fraction(self.budget, "ffn.budget")
         _check(self.threshold is None or self.budget is None, "ffn", "threshold and budget exclude each other")
         _layers(self, "ffn", "include", "exclude")
 
     @property
+    def rows_vote(self) -> bool:
+        """Whether what one row keeps depends on the other rows of a step."""
+        return not self.exact and (self.joint or self.budget is not None)
+
+    @property
     def exact(self) -> bool:
+        """Whether no channel can be skipped, whatever the model."""
+        if self.thresholds is not None:
+            return not any(self.thresholds)
         return self.budget is None and self.threshold in (None, 0, 0.0)
 
 
@@ -310,11 +371,19 @@ class SparsityPlan:
         """Whether the plan approximates nothing."""
         return all(part is None or part.exact for part in (self.attention, self.ffn, self.moe))
 
+    @property
+    def rows_vote(self) -> bool:
+        """Whether rows of a step share a selection or a budget, so that a row that only fills it up would take part."""
+        selects = self.attention is not None and not self.attention.exact
+        limits = self.moe is not None and self.moe.expert_budget is not None
+        return selects or limits or (self.ffn is not None and self.ffn.rows_vote)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types; sections that are None are left out."""
         raw = dataclasses.asdict(self)
-        if raw["moe"] is not None and raw["moe"]["calibration"] is None:
-            del raw["moe"]["calibration"]
+        for section in ("ffn", "moe"):
+            if raw[section] is not None and raw[section]["calibration"] is None:
+                del raw[section]["calibration"]
         return {key: value for key, value in raw.items() if value is not None}
 
     @classmethod
@@ -359,17 +428,18 @@ class SparsityPlan:
     def require_supported(self) -> None:
         """
         Raises:
-            PlanNotYetError: the plan approximates FFN layers; this version approximates attention and MoE layers.
+            PlanError: ``plan.ffn.threshold="auto"`` without the thresholds of a calibration.
         """
-        if self.ffn is not None and not self.ffn.exact:
-            raise PlanNotYetError(
-                "plan.ffn asks for sparsity, which this version does not run yet: only plan.attention and plan.moe take effect. "
-                "Drop the section ffn."
+        if self.ffn is not None and self.ffn.threshold == "auto" and self.ffn.thresholds is None:
+            raise PlanError(
+                'plan.ffn.threshold: "auto" needs text to measure: spec_compile.ffn_calibrate(model, texts) makes the section; '
+                "or give a number"
             )
 
 
 _SECTIONS: dict[Any, dict[str, Any]] = {
     SparsityPlan: {"attention": AttentionPlan, "ffn": FfnPlan, "moe": MoePlan, "audit": AuditPlan},
+    FfnPlan: {"calibration": FfnCalibration},
     MoePlan: {"calibration": MoeCalibration},
 }
 

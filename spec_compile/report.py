@@ -14,8 +14,10 @@ import torch
 from spec_compile.kernels.selection import budget_in_blocks
 from spec_compile.passes.attention_match import AttentionMatch
 from spec_compile.passes.base import PassReport, Rejection
+from spec_compile.passes.detect_mlp import MlpFound
 from spec_compile.passes.detect_moe import MoeFound
 from spec_compile.passes.nodes import hint, tensor
+from spec_compile.passes.plan_mlp import ChannelRule
 from spec_compile.passes.plan_reuse import Role
 from spec_compile.passes.sparsify_attention import PARTS, budget_words
 from spec_compile.passes.sparsify_moe import Limit
@@ -164,6 +166,54 @@ class MoeEntry:
         return f"{self.form}, {self.experts} experts of {self.hidden} x {self.inner}, {self.activation}, {router}{kept}"
 
 
+@dataclass(frozen=True)
+class MlpEntry:
+    """One feed-forward layer of the graph.
+
+    Attributes:
+        layer, reason, node, source: as of :class:`AttentionEntry`.
+        status: ``rewritten``, ``kept`` (proven, but its linear calls stay, for the reason ``kept``), or ``refused``.
+        form: ``gated``, ``fused`` (gate and up in one weight) or ``plain`` (one first projection).
+        hidden, inner: sizes H and F. activation: of the first projection.
+        weight_bytes: bytes of its weights, all read in an exact step. sparse_bytes: those read in a sparse step, as far as known:
+            under a budget, or by a calibration.
+        rule: what a plan skips in sparse steps, "" where the layer stays exact, for the reason ``rule_note``.
+    """
+
+    layer: str
+    status: str
+    reason: str = ""
+    node: str = ""
+    source: str = ""
+    form: str = ""
+    hidden: int = 0
+    inner: int = 0
+    activation: str = ""
+    weight_bytes: int = 0
+    sparse_bytes: int = 0
+    kept: str = ""
+    rule: str = ""
+    rule_note: str = ""
+
+    @classmethod
+    def of(cls, found: MlpFound | Rejection, ordinal: int, rule: ChannelRule | None = None) -> MlpEntry:
+        words, note = ("", "") if rule is None else (rule.words(), rule.note)
+        if isinstance(found, Rejection):
+            layer = found.layer or f"mlp {ordinal}"
+            return cls(layer, "refused", found.reason, found.node, found.source or "", rule=words, rule_note=note)
+        match = found.match
+        return cls(
+            match.layer or f"mlp {ordinal}", "kept" if found.kept else "rewritten", form=match.form, hidden=match.hidden,
+            inner=match.inner, activation=match.activation, weight_bytes=match.weight_bytes,
+            sparse_bytes=match.read_bytes(rule.union if rule is not None and words else 1.0), kept=found.kept, rule=words,
+            rule_note=note,
+        )  # fmt: skip
+
+    def words(self) -> str:
+        """What is common to layers of one kind."""
+        return f"{self.form}, {self.hidden} x {self.inner}, {self.activation}"
+
+
 @dataclass
 class RewriteReport:
     """Report on one compiled graph. ``str()`` is a table, :meth:`to_dict` is JSON-ready.
@@ -174,6 +224,7 @@ class RewriteReport:
         q_len, kv_len: as seen while tracing; ``dynamic`` tells whether q_len is symbolic.
         attentions: every attention of the graph.
         moes: every MoE layer of the graph.
+        mlps: every feed-forward layer of the graph, shared experts included.
         passes: what each pass did.
         inputs, static_inputs: graph inputs, and how many of them keep their address (weights, static caches).
         seconds: ``capture``, ``passes``, ``codegen``.
@@ -187,6 +238,7 @@ class RewriteReport:
     dynamic: bool = False
     attentions: list[AttentionEntry] = field(default_factory=list)
     moes: list[MoeEntry] = field(default_factory=list)
+    mlps: list[MlpEntry] = field(default_factory=list)
     passes: list[PassReport] = field(default_factory=list)
     inputs: int = 0
     static_inputs: int = 0
@@ -224,6 +276,14 @@ class RewriteReport:
         start = len(self.moes)
         self.moes += [MoeEntry.of(item, start + place, limit) for place, (item, limit) in enumerate(zip(found, given))]
 
+    @property
+    def skipping(self) -> list[MlpEntry]:
+        return [entry for entry in self.mlps if entry.rule]
+
+    def add_mlps(self, found: list[Any], rules: list[ChannelRule] | None = None) -> None:
+        given: list[ChannelRule | None] = [*rules] if rules else [None] * len(found)
+        self.mlps += [MlpEntry.of(item, place, rule) for place, (item, rule) in enumerate(zip(found, given))]
+
     def code(self, which: str = "after") -> str:
         """The graph as Python, ``before`` or ``after`` the passes (kept by ``explain`` and under ``dump``)."""
         if which not in ("before", "after"):
@@ -247,6 +307,11 @@ class RewriteReport:
             "moes_refused": sum(entry.status == "refused" for entry in self.moes),
             "moes_limited": len(self.limited),
             "moes": [asdict(entry) for entry in self.moes],
+            "mlps_rewritten": sum(entry.status == "rewritten" for entry in self.mlps),
+            "mlps_kept": sum(entry.status == "kept" for entry in self.mlps),
+            "mlps_refused": sum(entry.status == "refused" for entry in self.mlps),
+            "mlps_skipping": len(self.skipping),
+            "mlps": [asdict(entry) for entry in self.mlps],
             "passes": [
                 {
                     "name": p.name, "stage": p.stage.name, "exact": p.exact, "hits": p.hits, "ms": round(p.ms, 3),
@@ -295,6 +360,24 @@ class RewriteReport:
             )
         return lines
 
+    def _mlp_lines(self) -> list[str]:
+        proven = [entry for entry in self.mlps if entry.status != "refused"]
+        done = sum(entry.status == "rewritten" for entry in proven)
+        lines = [f"  feed-forward layers found {len(proven)} of {len(self.mlps)}, rewritten {done}"]
+        groups: dict[str, list[MlpEntry]] = {}
+        for entry in proven:
+            kept = f" (linear calls stay: {entry.kept})" if entry.kept else ""
+            groups.setdefault(entry.words() + kept, []).append(entry)
+        for text, entries in groups.items():
+            lines.append(f"    {len(entries)} x {text}: {_span([entry.layer for entry in entries])}")
+        lines += _refused_lines([entry for entry in self.mlps if entry.status == "refused"])
+        if any(entry.rule or entry.rule_note for entry in self.mlps):
+            held, read = sum(entry.weight_bytes for entry in proven), sum(entry.sparse_bytes for entry in proven)
+            known = f" and read {read / 1e6:.1f} MB of {held / 1e6:.1f} MB of their weights" if read < held else ""
+            lines.append(f"  in sparse steps {len(self.skipping)} of {len(self.mlps)} skip channels{known}")
+            lines += [f"    {entry.layer}: {entry.rule or f'exact ({entry.rule_note})'}" for entry in self.mlps]
+        return lines
+
     def __str__(self) -> str:
         rows = f"{self.q_len} (dynamic)" if self.dynamic else f"{self.q_len}"
         lines = [f"spec_compile  {self.kind}  q_len {rows}  cache {self.kv_len}  torch {torch.__version__}"]
@@ -316,6 +399,8 @@ class RewriteReport:
             lines += self._sparse_lines()
         if self.moes:
             lines += ["", *self._moe_lines()]
+        if self.mlps:
+            lines += ["", *self._mlp_lines()]
         if self.inputs:
             lines.append(f"  inputs {self.inputs}, static {self.static_inputs}")
         if self.seconds:

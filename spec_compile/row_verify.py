@@ -26,7 +26,15 @@ from spec_compile.options import Options, disabled
 from spec_compile.report import RewriteReport
 from spec_compile.state import SparseSwitch
 from spec_compile.step_graph import StepGraph, why_not_captured
-from spec_compile.verify import _mask_types, _takes_dicts, _text_config, _with_own_code, check_draft_len, has_expert_loop
+from spec_compile.verify import (
+    _mask_types,
+    _takes_dicts,
+    _text_config,
+    _with_own_code,
+    check_draft_len,
+    has_expert_loop,
+    store_for,
+)  # fmt: skip
 
 # A row's place among its ancestors is a bit of an int64.
 MOST_ROWS = 32
@@ -154,16 +162,21 @@ class RowVerify:
         for rows in sizes:
             check_draft_len(rows - 1, min(options.max_q_len, MOST_ROWS))
         self.model, self.cache, self.sizes = model, cache, sorted(set(sizes))
+        store_for(options.plan, model)
         self._step = compiled_step(model, cache, options, keep_hidden)
         self.keep_hidden, self.hidden = keep_hidden, torch.empty(0)
         self._device = cache.layers[0].device
         plan = options.plan
         attention = None if plan.attention is None or plan.attention.exact else plan.attention
-        # Repeated rows change a mean over rows, and sums of votes for experts; a maximum they leave as it is.
+        # Repeated rows change a mean over rows, and sums of votes for experts and channels; a maximum they leave as it is.
         weighs = attention is not None and (
             attention.query == "mean" or (attention.query == "all" and attention.aggregate != "max")
         )
-        self.padding_votes = weighs or (plan.moe is not None and plan.moe.expert_budget is not None)
+        counts = (
+            plan.moe is not None and plan.moe.expert_budget is not None,
+            plan.ffn is not None and plan.ffn.budget is not None,
+        )
+        self.padding_votes = weighs or any(counts)
         # With the cache, so that the next generation over it need not capture again.
         self._captured: dict[int, CapturedRows] = cache.captured.setdefault(self._step, {})
         self._capture = options.cudagraphs and not disabled()

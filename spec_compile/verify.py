@@ -42,8 +42,10 @@ def compile_verify(
             ``model(input_ids, cache=cache, position_ids=..., attention_mask=...)`` that returns logits.
         cache: :class:`~spec_compile.VerifyCache`, or another initialised static cache.
         draft_len: drafts per step, 0..31; a step has up to ``draft_len + 1`` rows (the last accepted token leads).
-        plan: sparsity plan; default exact. In a sparse step an attention budget and ``moe.expert_budget`` are shared by all rows
-            given, those of every sequence of a batch and a caller's own padding (drafts of unequal length) included.
+        plan: sparsity plan; default exact. In a sparse step an attention budget, ``moe.expert_budget`` and one set of channels
+            for all rows (``ffn.budget``, ``ffn.joint``) are shared by all rows given, those of every sequence of a batch and a
+            caller's own padding (drafts of unequal length) included. Where ``plan.ffn`` skips channels on a GPU, the last weights
+            of feed-forward layers are stored by channels from here on: in place, ``restore(model)`` undoes it.
         strict: raise where an attention is refused, instead of warning.
         cudagraphs: on a CUDA device, capture the whole step and replay it: every call then runs ``draft_len + 1`` rows
             (fewer are padded) and costs one launch. The model's weights must keep their storage. Calls with position_ids or
@@ -66,7 +68,8 @@ def compile_verify(
 
 
 class VerifyFunction:
-    """Callable returned by :func:`compile_verify`; one graph serves every number of rows from 2, a second one serves 1.
+    """Callable returned by :func:`compile_verify`; one graph serves every number of rows from 2, a second one serves 1
+    (on a GPU that takes the fused feed-forward kernel for few rows, more rows have a graph of their own).
 
     The cache advances by the rows of each call; after acceptance roll it back with ``cache.crop(-rejected)``.
     """
@@ -77,8 +80,8 @@ class VerifyFunction:
         self._sink = options.on_report
         plan = options.plan
         self._switch = None if plan.exact else switch_of(plan)
-        attention_sparse = plan.attention is not None and not plan.attention.exact
-        self._rows_vote = attention_sparse or (plan.moe is not None and plan.moe.expert_budget is not None)
+        self._rows_vote = plan.rows_vote
+        store_for(plan, model)
         self._step_graph: StepGraph | None = None
         self._capture = options.cudagraphs and not disabled()
         if self._capture and (reason := why_not_captured(model, cache)) is not None:
@@ -125,7 +128,7 @@ class VerifyFunction:
         rows = self._check(input_ids, sparse)
         if self._switch is not None:
             self._switch.set(sparse is not False)
-        # The rows of a padding would score blocks, count among the recent ones, and vote for experts.
+        # The rows of a padding would score blocks, count among the recent ones, and vote for experts and channels.
         sparse_and_padded = self._rows_vote and sparse is not False and rows <= self.draft_len
         if self._capture and not sparse_and_padded and position_ids is None and attention_mask is None:
             if self._step_graph is None:
@@ -174,12 +177,12 @@ class VerifyFunction:
             plan = self._options.plan
             if plan == SparsityPlan():
                 raise OptionsError(
-                    "sparse=True needs a plan: compile_verify(model, cache, plan=SparsityPlan(attention=...)) or "
-                    "SparsityPlan(moe=...)"
+                    "sparse=True needs a plan: compile_verify(model, cache, plan=SparsityPlan(attention=...)), "
+                    "SparsityPlan(ffn=...) or SparsityPlan(moe=...)"
                 )
             raise OptionsError(
-                "sparse=True needs a plan that is not exact: give attention=AttentionPlan(...) a budget, or moe=MoePlan(...) "
-                "a top_k, an expert_budget, a ratio or a beta above 0"
+                "sparse=True needs a plan that is not exact: give attention=AttentionPlan(...) a budget, ffn=FfnPlan(...) a "
+                "threshold or a budget, or moe=MoePlan(...) a top_k, an expert_budget, a ratio or a beta above 0"
             )
         if input_ids.dim() != 2 or input_ids.dtype not in (torch.int64, torch.int32):
             raise OptionsError(f"input_ids must be int64 [B, T], got {input_ids.dtype} {list(input_ids.shape)}")
@@ -281,6 +284,19 @@ def call_model(model: Any) -> Callable[..., Tensor]:
 
         return _with_own_code(run_plain)
     raise OptionsError(f"{type(model).__name__}.forward takes neither past_key_values nor cache: cannot verify with it")
+
+
+def store_for(plan: SparsityPlan, model: Any) -> None:
+    """Store weights as the kernels that ``plan`` needs read them; ``spec_compile.restore(model)`` undoes it."""
+    if plan.ffn is None or plan.ffn.exact or disabled() or not isinstance(model, torch.nn.Module):
+        return
+    if not any(parameter.is_cuda for parameter in model.parameters()):
+        return
+    from spec_compile.models.down_weights import store_by_channels
+
+    turned = store_by_channels(model, plan.ffn.thresholds)
+    if turned:
+        logger.info("%d weights are stored by channels now, for plan.ffn; spec_compile.restore(model) undoes it", turned)
 
 
 def _with_own_code(run: Callable[..., Tensor]) -> Callable[..., Tensor]:

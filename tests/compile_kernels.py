@@ -22,6 +22,10 @@ from spec_compile.kernels import (
     block_summary_triton,
     linears_triton,
     live_blocks_triton,
+    mlp_compact_triton,
+    mlp_sparse_triton,
+    mlp_tiling,
+    mlp_triton,
     moe_experts_triton,
     moe_limit_triton,
     moe_route_triton,
@@ -36,7 +40,7 @@ TARGET = GPUTarget("cuda", 90, 32)
 # What a program of an H200 may use.
 SHARED = 232_448
 LONGS = ("w_half",)
-FLOATS = ("scale", "softcap", "limit", "alpha", "epsilon", "beta", "ratio")
+FLOATS = ("scale", "softcap", "limit", "alpha", "epsilon", "beta", "ratio", "threshold")
 
 
 def build(
@@ -299,6 +303,80 @@ def limits() -> None:
               pointers, constants, num_warps=warps)  # fmt: skip
 
 
+def feed_forward() -> None:
+    """The table's choices: weights copied 16 bytes at a time, at full unions, too, those of listed channels."""
+    hopper = tiling.Device(90, 132, 227 << 10)
+    strides = ("x_m", "g_n", "u_n", "w_n", "w_f", "h_m", "hidden", "inner", "out")
+    types = {
+        "LIST": "i32", "COUNT": "i32", "KEPT": "i32", "TOTAL": "i32", "SWITCH": "i64", "ACT": "fp32", "SCORE": "fp32",
+        "PARTS": "fp32",
+    }  # fmt: skip
+
+    def compiled(
+        label: str, kernel: Any, kind: str, constants: dict[str, Any], cut: Any, chosen: Any, small: bool = False
+    ) -> None:
+        pointers = {name: types.get(name, kind) for name in kernel.arg_names if name.isupper() and name not in constants}
+        found = build(label, kernel, pointers, constants, [name for name in strides if name in kernel.arg_names],
+                      num_warps=cut.warps, num_stages=cut.stages)  # fmt: skip
+        size = 4 if kind == "fp32" else 2
+        assert found.metadata.shared <= moe_tiling.shared_bytes(cut, chosen.rows, size) + tiling.RESERVE
+        # Buffers for both operands: what is loaded without one is waited for in every step.
+        buffers = cut.stages if cut.swap else cut.stages - 1
+        assert found.metadata.shared >= buffers * (cut.width + chosen.rows) * cut.depth * size, (label, found.metadata.shared)
+        copies = set(re.findall(r"cp\.async\.c[ag]\.\S+ .*?, 0x([0-9a-f]+), ", found.asm["ptx"]))
+        # Ids that are fetched a step ahead are copied 4 bytes at a time.
+        assert copies - {"4"} == {"10"}, (label, copies)
+        assert small or "4" not in copies, label
+        assert "wgmma.mma_async.sync.aligned.m64n" in found.asm["ptx"] or not cut.swap, label
+
+    for kind, rows, hidden, inner, activation, gated, bias in (
+        ("bf16", 8, 4096, 14336, "silu", True, False), ("bf16", 1, 4096, 14336, "silu", True, False),
+        ("bf16", 32, 4096, 14336, "gelu_tanh", True, True), ("bf16", 64, 4096, 14336, "silu", True, False),
+        ("fp16", 8, 576, 1536, "relu2", True, False), ("bf16", 16, 2048, 8192, "relu", False, True),
+        ("fp32", 5, 768, 3072, "gelu", False, True),
+    ):  # fmt: skip
+        chosen = mlp_tiling._choose(hopper, 4 if kind == "fp32" else 2, rows, hidden, inner, hidden)
+        common = {"M": chosen.rows, "PRECISION": "ieee" if kind == "fp32" else None, "PDL": True}
+        name = f"{kind} {rows} rows {hidden} x {inner} {activation} gated {gated}"
+
+        def of(cut: Any, depth: int, common: dict[str, Any] = common) -> dict[str, Any]:
+            return {**common, "BN": cut.width, "BK": cut.depth, "EVEN": depth % cut.depth == 0, "SWAP": cut.swap}
+
+        first, down, gate, up, sparse = chosen.first, chosen.down, chosen.gate, chosen.up, chosen.sparse_down
+        constants = {
+            **of(first, hidden), "GATED": gated, "HAS_GATE_BIAS": bias and gated, "HAS_UP_BIAS": bias, "ACTIVATION": activation,
+            "AHEAD": first.ahead if first.ahead <= hidden else 0,
+        }  # fmt: skip
+        compiled(f"mlp first {name}", mlp_triton._first_kernel, kind, constants, first, chosen)
+        for transposed in (False, True):
+            constants = {**of(down, inner), "SPLITS": chosen.splits, "TRANSPOSED": transposed, "AHEAD": down.ahead}
+            compiled(f"mlp down {name} transposed {transposed}", mlp_triton._down_kernel, kind, constants, down, chosen)
+        for budget in (False, True):
+            constants = {
+                **of(gate, hidden), "HAS_BIAS": bias, "ACTIVATION": activation, "BUDGET": budget, "JOINT": bias or budget,
+                "AHEAD": gate.ahead if gate.ahead <= hidden else 0,
+            }  # fmt: skip
+            compiled(
+                f"mlp activation {name} budget {budget}", mlp_sparse_triton._activation_kernel, kind, constants, gate, chosen
+            )
+        constants = {**of(up, hidden), "GATED": True, "HAS_BIAS": bias, "FILL": chosen.fill, "LEAST": chosen.least}
+        compiled(f"mlp kept {name}", mlp_sparse_triton._kept_kernel, kind, constants, up, chosen)
+        constants = {**of(sparse, inner), "SPLITS": chosen.sparse_splits, "AHEAD": sparse.ahead}
+        del constants["EVEN"]
+        compiled(f"mlp sparse down {name}", mlp_sparse_triton._sparse_down_kernel, kind, constants, sparse, chosen, True)
+        constants = {"HAS_BIAS": bias, "SPLITS": chosen.splits, "BN": chosen.columns, "PDL": True}
+        build(f"mlp sum {name}", mlp_triton._sum_kernel, {"PARTS": "fp32", "BIAS": kind, "OUT": kind}, constants, ("out",),
+              num_warps=1)  # fmt: skip
+    for chunk in (1024, 16384, 65536):
+        build(f"mlp contest of {chunk}", mlp_sparse_triton._contest_kernel,
+              {"SCORE": "fp32", "KEPT": "i32", "TOTAL": "i32", "SWITCH": "i64"}, {"CHUNK": chunk, "PDL": True},
+              num_warps=mlp_sparse_triton.contest_warps(chunk))  # fmt: skip
+    for width, tiles in ((64, 32), (64, 256), (32, 2048)):
+        build(f"mlp compact of {tiles} tiles", mlp_compact_triton.compact_kernel,
+              dict.fromkeys(("LIST", "COUNT", "KEPT", "TOTAL"), "i32"), {"WIDTH": width, "TILES": tiles, "PDL": True},
+              num_warps=mlp_compact_triton.compact_warps(tiles))  # fmt: skip
+
+
 if __name__ == "__main__":
     attention()
     attention_in_small_blocks()
@@ -309,3 +387,4 @@ if __name__ == "__main__":
     experts()
     routes()
     limits()
+    feed_forward()

@@ -176,3 +176,32 @@ def test_limits_of_a_verify_step(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = [("triton::_combine_kernel", 4, 3.0), ("_sum_kernel", 1, 2.0), ("_split_kernel", 8, 5.0), ("other", 1, 1.0)]
     found = verify_step.shares(kernels)
     assert (found["experts"], found["selection"], found["attention"], found["rest"]) == (3.0, 2.0, 5.0, 1.0)
+
+
+@pytest.fixture
+def ffn(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    import ffn
+
+    yield ffn
+    for name in ("ffn", "attention"):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize("union", [0.5, 0.1])
+def test_unions_of_the_feed_forward_benchmark_are_what_they_say(ffn: Any, union: float) -> None:
+    """Threshold and budget find the channels that the layers were made to keep, and nothing else counts, or, of few, is read."""
+    layers = ffn.Layers(ffn.SMALL["llama-8b"], "cpu")
+    layers.set(8, union)
+    layer = layers.all[0]
+    assert int(layer.kept.sum()) == round(union * layers.shape.inner)
+    wanted = ffn.wanted(layer, layer.kept)
+    poison = 1e30 if union > 0.1 else torch.nan
+    layer.up[~layer.kept] = poison
+    layer.by_channels[:, ~layer.kept] = poison
+    for keep in (0, int(layer.kept.sum())):
+        assert ffn.error(ffn.sparse(layers, keep)(layer), wanted) < 1e-2
+    layers.set(8, 1.0)
+    for function in (ffn.exact, ffn.cublas, ffn.masked):
+        assert ffn.error(function(layers.all[1]), ffn.wanted(layers.all[1], None)) < 1e-2
+    assert layers.bytes(1.0) == 3 * layers.bytes(0.0)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import spec_compile as sc
 from spec_compile import MoePlan, SparsityPlan, VerifyCache, compile_verify, moe_calibrate
-from spec_compile.calibrate import _counts, _kl, _routings, _share, _split, _windows
+from spec_compile.calibrate import _counts, _routings, _share, divergence_sum, split_windows, token_windows
 from spec_compile.errors import OptionsError, PlanError, QualityError
 from spec_compile.models.zoo import VOCAB, build
 
@@ -122,9 +122,11 @@ def test_a_plan_without_a_finite_divergence_is_refused_even_if_forced(monkeypatc
 
 def test_tokens_that_an_exact_step_excludes_add_nothing_to_the_divergence() -> None:
     exact = torch.tensor([[0.5, 0.5, 0.0]], dtype=torch.float64).log()
-    assert _kl(exact, torch.tensor([[0.25, 0.75, 0.0]]).double().log()) == pytest.approx(math.log(2) / 2 - math.log(1.5) / 2)
-    assert _kl(exact, torch.tensor([[0.25, 0.25, 0.5]]).double().log()) == pytest.approx(math.log(2))
-    assert _kl(exact, torch.tensor([[1.0, 0.0, 0.0]]).double().log()) == math.inf
+    assert divergence_sum(exact, torch.tensor([[0.25, 0.75, 0.0]]).double().log()) == pytest.approx(
+        math.log(2) / 2 - math.log(1.5) / 2
+    )
+    assert divergence_sum(exact, torch.tensor([[0.25, 0.25, 0.5]]).double().log()) == pytest.approx(math.log(2))
+    assert divergence_sum(exact, torch.tensor([[1.0, 0.0, 0.0]]).double().log()) == math.inf
 
 
 def test_a_calibrated_plan_is_saved_and_runs(tmp_path: Path) -> None:
@@ -202,7 +204,7 @@ def test_strings_need_a_tokenizer() -> None:
     def tokenizer(text: str) -> dict[str, list[int]]:
         return {"input_ids": [ord(letter) % VOCAB for letter in text]}
 
-    assert [len(w) for w in _windows(["abcde", "", "xy", []], tokenizer, 3)] == [3, 2, 2]
+    assert [len(w) for w in token_windows(["abcde", "", "xy", []], tokenizer, 3)] == [3, 2, 2]
     with pytest.raises(OptionsError, match="pass the model's tokenizer"):
         moe_calibrate(model_of(), ["abc"], 1)
 
@@ -210,9 +212,9 @@ def test_strings_need_a_tokenizer() -> None:
 def test_windows_are_split_without_overlap() -> None:
     for count, held in ((2, 1), (4, 1), (8, 2)):
         windows = [torch.full((20,), i) for i in range(count)]
-        train, test = _split(windows, 0.25, 11)
+        train, test = split_windows(windows, 0.25, 11)
         assert [int(w[0]) for w in train + test] == list(range(count)) and len(test) == held
-    train, test = _split([torch.arange(40)], 0.25, 11)
+    train, test = split_windows([torch.arange(40)], 0.25, 11)
     assert torch.equal(torch.cat([*train, *test]), torch.arange(40))
 
 

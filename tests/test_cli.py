@@ -52,8 +52,9 @@ def test_json_holds_the_numbers(folder: Callable[[str], Path], tmp_path: Path, c
     data = json.loads(target.read_text(encoding="utf-8"))
     assert set(data) == {
         "kind", "reason", "q_len", "kv_len", "dynamic", "attentions_rewritten", "attentions_refused", "kv_bytes",
-        "attentions", "attentions_sparse", "sparse_bytes", "moes", "moes_rewritten", "moes_refused", "moes_limited", "passes",
-        "inputs", "static_inputs", "seconds", "notes", "torch",
+        "attentions", "attentions_sparse", "sparse_bytes", "moes", "moes_rewritten", "moes_refused", "moes_limited", "mlps",
+        "mlps_rewritten", "mlps_kept", "mlps_refused", "mlps_skipping", "passes", "inputs", "static_inputs", "seconds",
+        "notes", "torch",
     }  # fmt: skip
     assert (data["kind"], data["q_len"], data["kv_len"]) == ("verify", 5, 192)
     assert (data["attentions_rewritten"], data["attentions_refused"]) == (2, 0)
@@ -200,7 +201,8 @@ def test_json_has_the_usual_permissions(tmp_path: Path) -> None:
         (None, "No such file"),
         ("{", "is not JSON"),
         ('{"attention": {"bugdet": 1}}', "plan.attention: unknown key 'bugdet'"),
-        ('{"ffn": {"budget": 0.5}}', "plan.ffn asks for sparsity, which this version does not run yet"),
+        ('{"ffn": {"threshold": "auto"}}', 'plan.ffn.threshold: "auto" needs text to measure'),
+        ('{"ffn": {"threshold": 0.1, "include": [9]}}', "plan.ffn.include: layer 9 does not exist"),
         ('{"attention": {"budget": 64, "anchors": [9]}}', "plan.attention.anchors: layer 9 does not exist"),
     ],
 )
@@ -335,6 +337,9 @@ def test_calibrate_saves_a_plan_that_was_measured(mixture: Path, tmp_path: Path,
         (["--texts", "nowhere.txt"], "--texts nowhere.txt: No such file or directory"),
         (["--out", "nowhere/plan.json"], "--out nowhere/plan.json: no such folder"),
         (["--skip", "4"], "skip must lie in 1..3, a row has 4 experts, got 4"),
+        (["--ffn-threshold", "0.1", "--skip", "1"], "--ffn-threshold makes a plan by itself"),
+        (["--ffn-threshold", "0"], "threshold must be a number above 0, got 0.0"),
+        (["--ffn-threshold", "0.1"], "no feed-forward layer was recognised"),
     ],
 )
 def test_calibrate_errors_name_the_argument(

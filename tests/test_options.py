@@ -14,7 +14,7 @@ import torch._inductor.compile_fx
 import torch.nn.functional as F
 
 from spec_compile.backend import spec_compile_backend
-from spec_compile.errors import OptionsError, PlanError, PlanNotYetError
+from spec_compile.errors import OptionsError, PlanError
 from spec_compile.options import MAX_ROWS, Options, disabled
 from spec_compile.plan import AttentionPlan, SparsityPlan
 from spec_compile.report import RewriteReport
@@ -112,8 +112,8 @@ def test_plans(tmp_path: Path) -> None:
     assert Options.parse({"plan": None}).plan == SparsityPlan()
     with pytest.raises(PlanError, match=r"plan\.attention: unknown key"):
         Options.parse({"plan": {"attention": {"x": 1}}})
-    with pytest.raises(PlanNotYetError, match=r"plan\.ffn"):
-        Options.parse({"plan": {"ffn": {"budget": 0.5}}})
+    with pytest.raises(PlanError, match=r"plan\.ffn\.threshold: \"auto\""):
+        Options.parse({"plan": {"ffn": {"threshold": "auto"}}})
 
 
 def test_dump_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

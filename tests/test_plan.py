@@ -14,8 +14,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from spec_compile import AttentionPlan, AuditPlan, FfnPlan, MoeCalibration, MoePlan, SparsityPlan
-from spec_compile.errors import PlanError, PlanNotYetError, SpecCompileError
+from spec_compile import AttentionPlan, AuditPlan, FfnCalibration, FfnPlan, MoeCalibration, MoePlan, SparsityPlan
+from spec_compile.errors import PlanError, SpecCompileError
 from spec_compile.plan import SCHEMA_VERSION
 
 LAYERS = st.lists(st.integers(0, 200), max_size=6).map(tuple)
@@ -57,7 +57,11 @@ def attention_plans(draw: st.DrawFn) -> AttentionPlan:
 def ffn_plans(draw: st.DrawFn) -> FfnPlan:
     threshold = draw(maybe(st.just("auto") | st.floats(0.0, 1e6) | st.integers(0, 9)))
     budget = draw(maybe(UNIT)) if threshold is None else None
-    return FfnPlan(threshold, budget, draw(maybe(LAYERS)), draw(LAYERS))
+    layers = draw(maybe(st.tuples(UNIT, UNIT))) if threshold == "auto" else None
+    calibration = draw(maybe(st.builds(FfnCalibration, unions=st.tuples(UNIT, UNIT), forced=st.booleans())))
+    return FfnPlan(
+        threshold, budget, draw(maybe(LAYERS)), draw(LAYERS), layers, draw(st.booleans()), draw(st.integers(0, 9)), calibration
+    )
 
 
 CALIBRATIONS = st.builds(
@@ -210,7 +214,13 @@ BAD: list[tuple[Any, str]] = [
     ({"attention": {"include": [-1]}}, "plan.attention.include: layers count from 0"),
     ({"attention": {"exclude": [-1]}}, "plan.attention.exclude: layers count from 0"),
     ({"ffn": {"threshold": "off"}}, "plan.ffn.threshold: must be a number or 'auto'"),
-    ({"ffn": {"threshold": -0.5}}, "plan.ffn.threshold: must not be negative"),
+    ({"ffn": {"threshold": -0.5}}, "plan.ffn.threshold: must be finite and not negative"),
+    ({"ffn": {"threshold": float("inf")}}, "plan.ffn.threshold: must be finite"),
+    ({"ffn": {"threshold": 0.1, "thresholds": [0.1]}}, "plan.ffn: threshold and thresholds exclude each other"),
+    ({"ffn": {"budget": 0.1, "thresholds": [0.1]}}, "plan.ffn: thresholds and budget exclude each other"),
+    ({"ffn": {"thresholds": [0.1, -1.0]}}, "plan.ffn.thresholds[1]: must be finite and not negative"),
+    ({"ffn": {"dense_first": -1}}, "plan.ffn.dense_first: must not be negative"),
+    ({"ffn": {"calibration": {"kl": float("nan")}}}, "plan.ffn.calibration.kl: must be finite"),
     ({"ffn": {"budget": 1.1}}, "plan.ffn.budget: must lie in 0..1"),
     ({"ffn": {"budget": 0.5, "threshold": 0.1}}, "plan.ffn: threshold and budget exclude each other"),
     ({"ffn": {"include": [-1]}}, "plan.ffn.include: layers count from 0"),
@@ -301,6 +311,7 @@ def test_plans_are_frozen() -> None:
         SparsityPlan(AttentionPlan(), FfnPlan(), MoePlan(), AuditPlan()),
         SparsityPlan(AttentionPlan(index_topk_freq=4)),
         SparsityPlan(ffn=FfnPlan(threshold=0.0)),
+        SparsityPlan(ffn=FfnPlan(threshold="auto", thresholds=(0.0, 0.0))),
         SparsityPlan(moe=MoePlan(renormalize=True)),
         SparsityPlan(moe=MoePlan(ratio=0.0)),
         SparsityPlan(moe=MoePlan(skip=2, betas=(0.0, 0.0))),
@@ -329,16 +340,21 @@ def test_expert_skipping_is_supported(plan: MoePlan) -> None:
 @pytest.mark.parametrize(
     "plan",
     [
-        SparsityPlan(ffn=FfnPlan(threshold="auto")),
+        SparsityPlan(ffn=FfnPlan(threshold="auto", thresholds=(0.0, 0.1))),
         SparsityPlan(ffn=FfnPlan(budget=0.5)),
         SparsityPlan(AttentionPlan(budget=64), FfnPlan(threshold=0.1), MoePlan(top_k=1)),
     ],
 )
-def test_sparse_ffn_plans_are_not_supported_yet(plan: SparsityPlan) -> None:
+def test_skipping_channels_is_supported(plan: SparsityPlan) -> None:
     assert not plan.exact
-    with pytest.raises(PlanNotYetError, match=r"plan\.ffn asks .* Drop the section ffn") as caught:
+    plan.require_supported()
+
+
+def test_an_automatic_threshold_needs_a_calibration() -> None:
+    plan = SparsityPlan(ffn=FfnPlan(threshold="auto"))
+    assert not plan.exact
+    with pytest.raises(PlanError, match=r"plan\.ffn\.threshold: \"auto\" .*ffn_calibrate\(model, texts\) makes the section"):
         plan.require_supported()
-    assert isinstance(caught.value, NotImplementedError)
 
 
 def test_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from transformers import DynamicCache, StaticCache
 
 from spec_compile import AttentionPlan, MoePlan, SparsityPlan, VerifyCache, VerifyFunction, compile_verify, explain
 from spec_compile.classify import EXPERT_LOOP
-from spec_compile.errors import CacheError, OptionsError, PlanError, PlanNotYetError, StrictError
+from spec_compile.errors import CacheError, OptionsError, PlanError, StrictError
 from spec_compile.models.reference_decoder import Decoder, DecoderCache, DecoderConfig
 from spec_compile.models.zoo import FAMILIES, VOCAB, WINDOW, build
 from spec_compile.options import MAX_ROWS
@@ -459,8 +459,8 @@ def test_bad_options_and_plans() -> None:
             call(model, cache, graphs=True)
         with pytest.raises(PlanError, match=r"plan\.attention: unknown key"):
             call(model, cache, plan={"attention": {"x": 1}})
-        with pytest.raises(PlanNotYetError, match=r"plan\.ffn"):
-            call(model, cache, plan={"ffn": {"budget": 0.5}})
+        with pytest.raises(PlanError, match=r"plan\.ffn\.threshold: \"auto\""):
+            call(model, cache, plan={"ffn": {"threshold": "auto"}})
     assert compile_verify(model, cache, plan=SparsityPlan())._options.plan.exact
     with pytest.raises(OptionsError, match="drop strict=True"):
         explain(model, cache, strict=True)
