@@ -19,7 +19,7 @@ from spec_compile.backend import switch_of
 from spec_compile.classify import EXPERT_LOOP
 from spec_compile.decompose import decompose, foreign_operators
 from spec_compile.errors import CacheError, ExportError, OptionsError
-from spec_compile.export_program import MASKS, MAX_BATCH, CacheShape, StepSpec, VerifyProgram, trace_step
+from spec_compile.export_program import MASKS, MAX_BATCH, CacheShape, StepSpec, VerifyProgram, check_sizes, trace_step
 from spec_compile.logs import logger
 from spec_compile.manifest import FORMATS, NAME, Manifest, Value
 from spec_compile.options import Options, disabled
@@ -108,6 +108,7 @@ def export(
     if flavour == "portable":
         with clock.stage("decompose"):
             verify = decompose(verify)
+    check_sizes(verify, spec)
     manifest = _manifest(verify, kind, flavour, model, settings, spec, room, device, drafts)
     _write(verify, target, kind, manifest, opset, clock)
     return manifest
