@@ -163,7 +163,9 @@ def check_sizes(verify: VerifyProgram, spec: StepSpec) -> None:
             raise ExportError(f"the program holds for {name} of {fixed} alone, it was to hold for 1..{most}")
         bounds = size.node.shape_env.bound_sympy(size.node.expr)
         if not (bounds.lower <= 2 and bounds.upper >= most):
-            raise ExportError(f"the program holds for {name} of {bounds.lower}..{bounds.upper} alone, it was to hold for 1..{most}")
+            raise ExportError(
+                f"the program holds for {name} of {bounds.lower}..{bounds.upper} alone, it was to hold for 1..{most}"
+            )
 
 
 def _is_user(spec: InputSpec) -> bool:
