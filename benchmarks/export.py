@@ -1,6 +1,7 @@
-"""Size, time and error of every artefact of ``spec_compile.export``: SmolLM2-135M-Instruct, or a model folder.
+"""Size, time and error of every artefact of ``spec_compile.export``: SmolLM2-135M-Instruct, a model folder, or a tiny family.
 
     python benchmarks/export.py --json export.json
+    python benchmarks/export.py --family gemma2
     python benchmarks/export.py --cases ops.pt2 sparse_ops.pt2 ops.aoti.pt2 --device cuda --dtype bfloat16 --max-len 32768 \\
         --pasts 32000
 
@@ -36,6 +37,7 @@ from torch.overrides import TorchFunctionMode
 import spec_compile as sc
 from spec_compile.demo import demo_prompts
 from spec_compile.loading import load_model, smollm2_path
+from spec_compile.models.zoo import FAMILIES, VOCAB, build
 
 ROWS = (1, 2, 5, 16, 3)
 DRAFTS = max(ROWS) - 1
@@ -67,7 +69,9 @@ def plan_of(name: str, budget: int) -> sc.SparsityPlan | None:
 
 
 def tokens(tokenizer: Any, count: int) -> Tensor:
-    """The first ``count`` tokens of a source file, from its beginning again where it ends."""
+    """The first ``count`` tokens of a source file, from its beginning again where it ends; random ones without a tokenizer."""
+    if tokenizer is None:
+        return torch.randint(3, VOCAB, (1, count), generator=torch.Generator().manual_seed(0))
     (_, ids), *_ = demo_prompts(tokenizer, 7000)
     return ids.repeat(1, -(-count // ids.shape[1]))[:, :count]
 
@@ -175,6 +179,7 @@ def _number(found: float | None, how: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="model folder or GGUF file; default SmolLM2-135M-Instruct")
+    parser.add_argument("--family", choices=FAMILIES, help="a tiny random model of that family instead")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
     parser.add_argument("--max-len", type=int, default=1024)
     parser.add_argument("--pasts", type=int, nargs="+", default=[1, 17, 700], help="tokens held before the steps")
@@ -190,7 +195,11 @@ def main() -> None:
         parser.error(f"--pasts must lie in 1..{args.max_len - sum(ROWS)} for --max-len {args.max_len}")
     console = Console(stderr=True)
     with stage(console, "load the model"):
-        model, tokenizer = load_model(args.model or smollm2_path(), getattr(torch, args.dtype))
+        dtype = getattr(torch, args.dtype)
+        if args.family:
+            model, tokenizer = build(args.family, FAMILIES[args.family].implementations[0], dtype=dtype), None
+        else:
+            model, tokenizer = load_model(args.model or smollm2_path(), dtype)
         model.to(args.device)
     ids = tokens(tokenizer, max(args.pasts) + sum(ROWS))
     here, pasts = ids.to(args.device), args.pasts
