@@ -197,7 +197,7 @@ def main() -> None:
     with stage(console, "load the model"):
         dtype = getattr(torch, args.dtype)
         if args.family:
-            model, tokenizer = build(args.family, FAMILIES[args.family].implementations[0], dtype=dtype), None
+            model, tokenizer = build(args.family, FAMILIES[args.family].implementations[-1], dtype=dtype), None
         else:
             model, tokenizer = load_model(args.model or smollm2_path(), dtype)
         model.to(args.device)
