@@ -83,6 +83,7 @@ def uncompiled(model: Any, ids: Tensor, pasts: list[int]) -> Logits:
     found = []
     for past in pasts:
         cache = DynamicCache(config=model.config)
+        cache.activate_past_recording()
 
         def step(ids: Tensor, sparse: Any = None, cache: Any = cache) -> Tensor:
             held = cache.get_seq_length()
