@@ -7,9 +7,9 @@
 
 Each artefact is written, loaded in a new process, and runs behind different numbers of tokens: five steps (T = 1, 2, 5, 16, 3)
 that carry state, with a rollback, then every T from 1 to 16. Portable ones run once more where spec_compile cannot be imported.
-*difference*: largest one of logits to the compiled verify. *error*: largest one to the same steps in float64, of exact steps;
-that of the compiled verify and of the uncompiled model stand beside. Step times are medians at T = 9 behind the longest context;
-those of the compiled verify are taken in the same kind of process.
+*difference*: largest one of logits to the compiled verify; *relative*: to its largest logit, above 1. *error*: largest difference
+to the same steps in float64, of exact steps; that of the compiled verify and of the uncompiled model stand beside. Step times
+are medians at T = 9 behind the longest context; those of the compiled verify are taken in this one.
 """
 
 from __future__ import annotations
@@ -107,7 +107,8 @@ def compiled(verify: Any, ids: Tensor, pasts: list[int], sparse: bool) -> Logits
 def distance(found: Logits, wanted: Logits) -> dict[str, Any]:
     pairs = [(a, b) for x, y in zip(found, wanted, strict=True) for a, b in zip(x, y, strict=True)]
     return {
-        "largest": max(float((a.double() - b.double()).abs().max()) for a, b in pairs),
+        "largest": (largest := max(float((a.double() - b.double()).abs().max()) for a, b in pairs)),
+        "relative": largest / max(1.0, *(float(b.abs().max()) for _, b in pairs)),
         "flipped": sum(int((a.argmax(-1) != b.argmax(-1)).sum()) for a, b in pairs),
         "rows": sum(a.shape[1] for a, _ in pairs),
         "nan": any(bool(a.isnan().any()) for a, _ in pairs),
@@ -158,18 +159,19 @@ def in_child(kind: str, path: Path, given: Path, codegen: str) -> tuple[dict[str
 def table(results: dict[str, Any]) -> Table:
     made = Table(title="exported steps", caption="difference to the compiled verify; error against float64, exact steps only")
     made.add_column("", no_wrap=True)
-    for column in ("MB", "export, s", "load, s", "step, ms", "difference", "error", "flipped", "elsewhere"):
+    for column in ("MB", "export, s", "load, s", "step, ms", "difference", "relative", "error", "flipped", "elsewhere"):
         made.add_column(column, justify="right", no_wrap=True)
     for label, row in (("uncompiled", results["uncompiled"]), ("compiled", results["compiled"]),
                        ("compiled, sparse", results["compiled_sparse"])):  # fmt: skip
         if row:
-            made.add_row(label, "", "", "", _number(row.get("step_ms"), ".0f"), "", _number(row.get("error"), ".1e"), "", "")
+            made.add_row(label, "", "", "", _number(row.get("step_ms"), ".0f"), "", "", _number(row.get("error"), ".1e"), "", "")
     for name, row in results["cases"].items():
         cells = (row["bytes"] / 1e6, sum(row["export_s"].values()), row["load_s"], row["step_ms"])
         flipped = f"{row['difference']['flipped']} of {row['difference']['rows']}"
         elsewhere = _number(row["elsewhere"]["largest"], ".1e") if "elsewhere" in row else "-"
         numbers = [f"{cell:.0f}" if cell >= 100 else f"{cell:.1f}" for cell in cells]
-        made.add_row(name, *numbers, f"{row['difference']['largest']:.1e}", _number(row.get("error"), ".1e"), flipped, elsewhere)
+        differences = [f"{row['difference'][key]:.1e}" for key in ("largest", "relative")]
+        made.add_row(name, *numbers, *differences, _number(row.get("error"), ".1e"), flipped, elsewhere)
     return made
 
 
