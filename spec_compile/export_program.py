@@ -155,7 +155,7 @@ def check_sizes(verify: VerifyProgram, spec: StepSpec) -> None:
             would not notice: it reads the rows that it knows of, and memory behind them where there are fewer.
     """
     batch, rows = verify.shapes()["input_ids"].shape
-    asked = [("rows", rows, spec.rows)] if spec.rows > 1 else []
+    asked: list[tuple[str, Any, int]] = [("rows", rows, spec.rows)] if spec.rows > 1 else []
     asked += [("batch", batch, MAX_BATCH)] if spec.batch is None else []
     for name, size, most in asked:
         fixed = known(size)
