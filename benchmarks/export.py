@@ -38,6 +38,7 @@ import spec_compile as sc
 from spec_compile.demo import demo_prompts
 from spec_compile.loading import load_model, smollm2_path
 from spec_compile.models.zoo import FAMILIES, VOCAB, build
+from spec_compile.verify import call_model
 
 ROWS = (1, 2, 5, 16, 3)
 DRAFTS = max(ROWS) - 1
@@ -76,22 +77,18 @@ def tokens(tokenizer: Any, count: int) -> Tensor:
     return ids.repeat(1, -(-count // ids.shape[1]))[:, :count]
 
 
-def uncompiled(model: Any, ids: Tensor, pasts: list[int]) -> Logits:
-    """The same steps by the model's own forward over a growing cache."""
-    from transformers.cache_utils import DynamicCache
+def uncompiled(model: Any, ids: Tensor, pasts: list[int], max_len: int) -> Logits:
+    """The same steps by the model's own forward."""
+    cache, forward = sc.VerifyCache(model, max_len), call_model(model)
+
+    @torch.no_grad()
+    def step(ids: Tensor, sparse: Any = None) -> Tensor:
+        held = cache.length
+        return forward(ids, torch.arange(held, held + ids.shape[1], device=ids.device)[None], None, cache)
 
     found = []
     for past in pasts:
-        cache = DynamicCache(config=model.config)
-        cache.activate_past_recording()
-
-        def step(ids: Tensor, sparse: Any = None, cache: Any = cache) -> Tensor:
-            held = cache.get_seq_length()
-            positions = torch.arange(held, held + ids.shape[1], device=ids.device).unsqueeze(0)
-            with torch.no_grad():
-                out = model.forward(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
-            return out.logits
-
+        cache.reset()
         found.append(run_group(step, cache.crop, ids, past, ROWS, None))
     return found
 
@@ -219,9 +216,9 @@ def main() -> None:
                 # Grouped products take no float64.
                 wide.set_experts_implementation("batched_mm")
             with _InDouble():
-                double = uncompiled(wide, here, pasts)
+                double = uncompiled(wide, here, pasts, args.max_len)
             del wide
-            results["uncompiled"] = {"error": distance(uncompiled(model, here, pasts), double)["largest"]}
+            results["uncompiled"] = {"error": distance(uncompiled(model, here, pasts, args.max_len), double)["largest"]}
             results["largest_logit"] = max(float(x.abs().max()) for group in double for x in group)
     expected: dict[bool, Logits] = {}
     with tempfile.TemporaryDirectory() as folder:
