@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
@@ -18,7 +19,7 @@ from torch.fx import GraphModule, Node
 from spec_compile.kernels.providers import PROVIDERS, AttentionCall, why_selection_in_torch
 from spec_compile.passes.base import Pass, PassContext, PassReport, Stage, register_pass
 from spec_compile.passes.canonicalize import merge_equal
-from spec_compile.passes.nodes import argument, fake_mode, same, shape, tensor, value
+from spec_compile.passes.nodes import argument, fake_mode, hint, same, shape, tensor, value
 
 
 @register_pass("lower_attention", Stage.LOWER)
@@ -84,9 +85,18 @@ def _selection_in_torch(gm: GraphModule) -> list[str]:
     found: Counter[str] = Counter()
     for target in (_SELECT, _MASS):
         for node in gm.graph.find_nodes(op="call_function", target=target):
-            reason = why_selection_in_torch(node.target, torch.fx.map_arg(node.args, value))
+            reason = why_selection_in_torch(node.target, torch.fx.map_arg(node.args, _as_traced))
             found.update([reason] if reason else [])
     return [f"{count} selections in plain torch because {reason}" for reason, count in found.items()]
+
+
+def _as_traced(node: Node) -> Any:
+    """The node's value, with the sizes seen while tracing: tiles computed from symbols would fix them for the whole graph."""
+    held = tensor(node)
+    if held is None:
+        return value(node)
+    with fake_mode(held):
+        return torch.empty([hint(size) or 1 for size in held.shape], dtype=held.dtype, device=held.device)
 
 
 def _name_live_blocks(node: Node) -> None:

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from spec_compile.capture import module_to_aten
 from spec_compile.errors import ExportError
 from spec_compile.passes.base import PassContext
+from spec_compile.passes.nodes import known
 from spec_compile.passes.state_inputs import StateInput
 from spec_compile.pipeline import run_passes
 from spec_compile.report import RewriteReport
@@ -145,6 +146,26 @@ def trace_step(model: Any, run: Callable[..., Tensor], spec: StepSpec, context: 
     report.dynamic = True
     run_passes(program.graph_module, context, report)
     return _with_added_inputs(program, context.state, report)
+
+
+def check_sizes(verify: VerifyProgram, spec: StepSpec) -> None:
+    """
+    Raises:
+        ExportError: the program does not hold for every number of rows or sequences that it was asked for. Compiled code
+            would not notice: it reads the rows that it knows of, and memory behind them where there are fewer.
+    """
+    batch, rows = verify.shapes()["input_ids"].shape
+    asked: list[tuple[str, Any, int]] = [("rows", rows, spec.rows)] if spec.rows > 1 else []
+    asked += [("batch", batch, MAX_BATCH)] if spec.batch is None else []
+    for name, size, most in asked:
+        fixed = known(size)
+        if isinstance(fixed, int):
+            raise ExportError(f"the program holds for {name} of {fixed} alone, it was to hold for 1..{most}")
+        bounds = size.node.shape_env.bound_sympy(size.node.expr)
+        if not (bounds.lower <= 2 and bounds.upper >= most):
+            raise ExportError(
+                f"the program holds for {name} of {bounds.lower}..{bounds.upper} alone, it was to hold for 1..{most}"
+            )
 
 
 def _is_user(spec: InputSpec) -> bool:

@@ -19,7 +19,7 @@ from spec_compile.backend import switch_of
 from spec_compile.classify import EXPERT_LOOP
 from spec_compile.decompose import decompose, foreign_operators
 from spec_compile.errors import CacheError, ExportError, OptionsError
-from spec_compile.export_program import MASKS, MAX_BATCH, CacheShape, StepSpec, VerifyProgram, trace_step
+from spec_compile.export_program import MASKS, MAX_BATCH, CacheShape, StepSpec, VerifyProgram, check_sizes, trace_step
 from spec_compile.logs import logger
 from spec_compile.manifest import FORMATS, NAME, Manifest, Value
 from spec_compile.models.down_weights import stored_by_outputs
@@ -30,6 +30,11 @@ from spec_compile.report import RewriteReport
 from spec_compile.verify import VerifyFunction, _mask_types, call_model, check_draft_len, has_expert_loop
 
 _SUFFIXES = {".aoti.pt2": "aoti", ".pt2": "pt2", ".onnx": "onnx"}
+
+
+# Loaded sparse steps once gave other logits on CUDA than the compiled verify, because the program was fixed to one number of
+# rows. That is mended, and not seen to agree on a device yet.
+SPARSE_FOR_CUDA_UNPROVEN = True
 
 
 def export(
@@ -91,8 +96,7 @@ def export(
     _check(model, target, batch, mask, opset, kind)
     clock = _Clock({} if seconds is None else seconds, on_stage)
     layers, device = _cache_shapes(model)
-    if device.type == "cuda" and not settings.plan.exact and kind != "onnx":
-        # On torch 2.11 loaded steps of sparse attention gave other logits than the compiled verify, or did not run.
+    if SPARSE_FOR_CUDA_UNPROVEN and device.type == "cuda" and not settings.plan.exact and kind != "onnx":
         raise ExportError("plan: sparse steps are not exported for CUDA yet; export the exact step, or a model on CPU")
     spec = StepSpec(layers, drafts + 1, batch, slots, mask, _tree_types(model, mask))
     context = PassContext(
@@ -111,6 +115,7 @@ def export(
         if flavour == "portable":
             with clock.stage("decompose"):
                 verify = decompose(verify)
+        check_sizes(verify, spec)
         manifest = _manifest(verify, kind, flavour, model, settings, spec, room, device, drafts)
         _write(verify, target, kind, manifest, opset, clock)
     return manifest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -205,3 +206,23 @@ def test_unions_of_the_feed_forward_benchmark_are_what_they_say(ffn: Any, union:
     for function in (ffn.exact, ffn.cublas, ffn.masked):
         assert ffn.error(function(layers.all[1]), ffn.wanted(layers.all[1], None)) < 1e-2
     assert layers.bytes(1.0) == 3 * layers.bytes(0.0)
+
+
+def test_float64_steps_of_exports_stay_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norms and rotary angles of transformers cast to float32: an error against such a run would be its own."""
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
+
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    import export
+
+    model, x = build("llama", "sdpa", num_hidden_layers=1).double(), torch.randn(1, 3, 64, dtype=torch.float64)
+    norm = next(module for module in model.modules() if isinstance(module, LlamaRMSNorm))
+    rotary = next(module for module in model.modules() if isinstance(module, LlamaRotaryEmbedding))
+    positions = torch.tensor([[100_003]])
+    angles = torch.outer(positions[0].double(), rotary.inv_freq)
+    wanted = norm.weight * x * (x.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon).rsqrt()
+    for mode, bound in ((export._InDouble(), 0.0), (contextlib.nullcontext(), 1e-9)):
+        with mode, torch.no_grad():
+            off = (norm(x) - wanted).abs().max(), (rotary(x, positions)[0][0, :, :8] - angles.cos()).abs().max()
+        assert all(found > bound if bound else found < 1e-12 for found in map(float, off))
+    sys.modules.pop("export"), sys.modules.pop("export_child")

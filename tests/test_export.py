@@ -16,10 +16,12 @@ from export_steps import DRAFTS, MAX_LEN, close, run_elsewhere, run_steps
 
 import spec_compile as sc
 from spec_compile import cli
-from spec_compile.errors import ArtefactError, CacheError, OptionsError
+from spec_compile.errors import ArtefactError, CacheError, ExportError, OptionsError
 from spec_compile.export_load import _runs_on
 from spec_compile.manifest import NAME, read_manifest
 from spec_compile.models import zoo
+from spec_compile.passes.lower_attention import LowerAttention
+from spec_compile.passes.nodes import specialize
 
 PLAN = sc.SparsityPlan(attention=sc.AttentionPlan(budget=32, block_size=16, index_topk_freq=2))
 BOTH = sc.SparsityPlan(attention=PLAN.attention, moe=sc.MoePlan(expert_budget=2))
@@ -303,6 +305,20 @@ def test_outputs_that_a_pass_replaced(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "spec_compile.linears_v1" in manifest.operators
     ids = torch.tensor([[5, 6, 7]])
     torch.testing.assert_close(sc.load(tmp_path / "a.pt2")(ids), verify(ids), atol=1e-5, rtol=1e-5)
+
+
+def test_a_program_of_fixed_rows_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass that computes with the number of rows pins it to the traced one."""
+    run = LowerAttention.run
+
+    def pinning(self: LowerAttention, gm: torch.fx.GraphModule, ctx: Any) -> Any:
+        specialize(next(node for node in gm.graph.nodes if node.name == "input_ids").meta["val"].shape[1])
+        return run(self, gm, ctx)
+
+    monkeypatch.setattr(LowerAttention, "run", pinning)
+    with pytest.raises(ExportError, match=r"holds for rows of 5 alone, it was to hold for 1\.\.9"):
+        sc.export(zoo.build("llama", "sdpa", num_hidden_layers=1), tmp_path / "a.pt2", max_len=64)
+    assert not list(tmp_path.iterdir())
 
 
 def test_one_draft(tmp_path: Path) -> None:

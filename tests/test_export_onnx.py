@@ -21,6 +21,7 @@ import spec_compile as sc
 from spec_compile import export_onnx
 from spec_compile.errors import ArtefactError, ExportError, OptionsError
 from spec_compile.models import zoo
+from spec_compile.verify import call_model
 
 # One layer with sinks, experts and a selection of blocks.
 FIELDS = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
@@ -71,6 +72,27 @@ def test_every_number_of_rows(folder: Path, expected: dict[Any, list[torch.Tenso
     for ids, wanted in zip(every_number_of_rows(), expected["rows"]):
         found = run(ids)
         assert not found.isnan().any() and torch.allclose(found, wanted, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family, attention", [("gemma2", "eager"), ("mixtral", "sdpa")])
+def test_families(folder: Path, family: str, attention: str) -> None:
+    """Softcap and a mixture behind several pasts, at every number of rows, against the uncompiled model."""
+    fields = {"layer_types": ["sliding_attention"]} if family == "gemma2" else {}
+    model = zoo.build(family, attention, num_hidden_layers=1, **fields)
+    sc.export(model, folder / f"{family}.onnx", strict=True, batch=1, max_len=SLOTS, draft_len=DRAFTS)
+    run, cache, forward = sc.load(folder / f"{family}.onnx"), sc.VerifyCache(model, SLOTS), call_model(model)
+
+    @torch.no_grad()
+    def uncompiled(ids: torch.Tensor, sparse: Any = None) -> torch.Tensor:
+        return forward(ids, torch.arange(cache.length, cache.length + ids.shape[1])[None], None, cache)
+
+    for past in PASTS:
+        run.reset(), cache.reset()
+        close(run_steps(run, run.cache, False, past), run_steps(uncompiled, cache, False, past))
+        for ids in every_number_of_rows():
+            found = run(ids)
+            assert not found.isnan().any() and torch.allclose(found, uncompiled(ids), atol=1e-5, rtol=1e-5)
+            run.cache.crop(-ids.shape[1]), cache.crop(-ids.shape[1])
 
 
 def test_sparse_steps_are_sparse(expected: dict[Any, list[torch.Tensor]]) -> None:

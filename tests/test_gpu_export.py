@@ -1,4 +1,4 @@
-"""On a CUDA device: artefacts of each format against the compiled verify, loaded in a new process."""
+"""On a CUDA device: artefacts of each format against the compiled verify."""
 
 from __future__ import annotations
 
@@ -17,31 +17,40 @@ from spec_compile.models.zoo import VOCAB, build
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 PLAN = sc.SparsityPlan(attention=sc.AttentionPlan(budget=32, block_size=16, index_topk_freq=2))
+BOTH = sc.SparsityPlan(attention=PLAN.attention, moe=sc.MoePlan(expert_budget=2))
 
 
-def steps(verify: Any) -> list[torch.Tensor]:
+def steps(verify: Any, sparse: bool) -> list[torch.Tensor]:
+    """Behind a prompt in exact steps, five steps with a rollback, and the last one again, exact."""
     generator = torch.Generator().manual_seed(1)
+    exact = False if sparse else None
     found = []
     for index, rows in enumerate((16,) * 9 + (1, 2, 5, 16, 3)):
         ids = torch.randint(3, VOCAB, (1, rows), generator=generator).cuda()
-        found.append(verify(ids))
+        found.append(verify(ids, sparse=exact if index < 9 else None))
+        assert found[-1].shape == (1, rows, VOCAB)
         if index == 11:
             verify.cache.crop(-4)
-    return found[9:]
+    verify.cache.crop(-3)
+    return [*found[9:], verify(ids, sparse=exact)]
 
 
 @pytest.mark.parametrize("name", ["ops.pt2", "portable.pt2", "ops.aoti.pt2", "portable.aoti.pt2"])
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
-def test_loaded_steps_equal_the_compiled_verify(name: str, family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("family", "plan"), [("llama", None), ("llama", PLAN), ("qwen3_moe", None), ("qwen3_moe", BOTH)])
+def test_loaded_steps_equal_the_compiled_verify(
+    name: str, family: str, plan: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("spec_compile.exporter.SPARSE_FOR_CUDA_UNPROVEN", False)
     torch.backends.cuda.matmul.allow_tf32 = False
     model = build(family, "sdpa").cuda()
-    verify = sc.compile_verify(model, sc.VerifyCache(model, 256), 15, codegen="eager", strict=True)
+    verify = sc.compile_verify(model, sc.VerifyCache(model, 256), 15, plan, codegen="eager", strict=True)
     flavour = name.split(".")[0]
     manifest = sc.export(verify, tmp_path / name, flavour=flavour, batch=1, strict=True)
     assert manifest.device == "cuda" and bool(manifest.operators) == (flavour == "ops")
-    wanted = steps(verify)
+    wanted = steps(verify, plan is not None)
+    assert (float((wanted[-2] - wanted[-1]).abs().max()) > 1e-3) == (plan is not None)
     run = sc.load(tmp_path / name)
-    for found, exact in zip(steps(run), wanted):
+    for found, exact in zip(steps(run, plan is not None), wanted):
         assert not found.isnan().any()
         assert torch.allclose(found, exact, atol=1e-4, rtol=1e-4), float((found - exact).abs().max())
 

@@ -16,12 +16,13 @@ from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mut
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Node
 
-from spec_compile.kernels import availability
+from spec_compile.kernels import availability, tiling
 from spec_compile.kernels.providers import why_no_upkeep, why_selection_in_torch
 from spec_compile.passes.base import PassContext
 from spec_compile.passes.canonicalize import Canonicalize
 from spec_compile.passes.detect_attention import DetectAttention
-from spec_compile.passes.lower_attention import _realize_masks
+from spec_compile.passes.lower_attention import LowerAttention, _realize_masks
+from spec_compile.passes.nodes import known
 from spec_compile.passes.plan_reuse import PlanReuse
 from spec_compile.passes.share_selection import ShareSelection
 from spec_compile.passes.sparsify_attention import SparsifyAttention
@@ -163,6 +164,27 @@ def test_rows_stay_dynamic() -> None:
     for rows in (2, 3, 6):
         given = operands(2, Sizes(rows=rows, slots=64, seen=45))
         compare(wanted(2, cloned(given), plan, [0, 1]), gm(*cloned(given), *state_for(ctx)), 1e-5)
+
+
+@pytest.mark.parametrize(
+    "plan", [AttentionPlan(budget=8, block_size=8, query="all"), AttentionPlan(budget=8, block_size=8, representative="exact")]
+)
+def test_rows_stay_dynamic_on_cuda(plan: AttentionPlan, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing that looks at the graph's sizes fixes them: exported code would take every step for one of the traced rows."""
+    pytest.importorskip("triton")
+    hopper = tiling.Device(capability=90, processors=132, shared_bytes=227 << 10)
+    monkeypatch.setattr(availability, "capability", lambda device: 90)
+    for module in ("tiling", "block_scores_triton", "block_mass_triton"):
+        monkeypatch.setattr(f"spec_compile.kernels.{module}.device_of", lambda device: hopper)
+    gm, _, _ = sparsified(1, plan, dynamic=[(0, 2), (1, 0), (2, 2), (3, 2), (4, 2)])
+    for node in gm.graph.nodes:
+        if isinstance(held := node.meta.get("val"), Tensor):
+            with held.fake_mode:  # type: ignore[attr-defined]
+                node.meta["val"] = torch.empty_strided(held.shape, held.stride(), dtype=held.dtype, device="cuda")
+    LowerAttention().run(gm, PassContext(block_size=16, sparsity=plan))
+    assert count(gm, SELECT) == count(gm, TRITON) == 1
+    rows = gm.graph.find_nodes(op="placeholder")[0].meta["val"].shape[2]
+    assert not isinstance(known(rows), int)
 
 
 def test_passes_are_idempotent() -> None:
