@@ -180,8 +180,8 @@ def _say_what_happened(report: RewriteReport, options: Options) -> None:
         )
     if kept and options.strict:
         raise StrictError(f"{len(kept)} of {len(report.moes)} MoE layers refused: {kept[0].layer}: {kept[0].reason}")
-    for entry in (*refused, *kept):
-        logger.info("%s refused: %s", entry.layer, entry.reason)
+    for layer, reason in [(entry.layer, entry.reason) for entry in refused] + [(moe.layer, moe.reason) for moe in kept]:
+        logger.info("%s refused: %s", layer, reason)
     if report.rewritten and _sparsity(options) is not None and not report.sparse:
         reasons = "; ".join(dict.fromkeys(entry.role_note for entry in report.rewritten if entry.role_note))
         _complain(f"plan.attention: no layer is sparse: {reasons}", options)
