@@ -235,6 +235,9 @@ def main() -> None:
                     held["step_ms"] = step_ms(verify, verify.cache.crop, here, args.device)
                     if exact and double:
                         held["error"] = distance(expected[exact], double)["largest"]
+                    if len(expected) == 2:
+                        # Steps that were not sparse would agree with everything.
+                        results["sparse_to_exact"] = distance(expected[False], expected[True])
             path, seconds = Path(folder) / name, dict[str, float]()
             flavour = "portable" if "portable" in name else "ops"
             with stage(console, f"export {name}"):
