@@ -71,9 +71,11 @@ def build(
 
 
 def attention() -> None:
-    for kind, mask, listed, inline, cap in ((0, "u8", True, False, False), (1, "u8", True, False, True),
-                                            (2, "bf16", True, True, False), (1, "u8", False, True, False)):  # fmt: skip
-        for splits in (1, 16):
+    for kind, mask, listed, inline, cap, all_splits in (
+        (0, "u8", True, False, False, (16,)), (1, "u8", True, False, True, (1, 16)), (2, "bf16", True, True, False, (16,)),
+        (1, "u8", False, True, False, (1,)),
+    ):  # fmt: skip
+        for splits in all_splits:
             constants = {
                 "HEADS": 32, "GROUP": 4, "D": 128, "DV": 128, "BD": 128, "BDV": 128, "M": 64, "TILES": 1, "BLOCK": 64,
                 "SUBS": 1, "LAST": 4, "SPLITS": splits, "SCAN": 64, "MASK_KIND": kind, "HIDDEN": -1e38, "LISTED": listed,
@@ -170,8 +172,7 @@ def selection() -> None:
         "OUT_IDS": "i32", "OUT_COUNT": "i32", "OUT_FULL": "u8",
     }  # fmt: skip
     aligned = ("blocks", "i_b", "f_b")
-    for chunk, scored, pooled in ((256, True, False), (2048, True, False), (2048, False, True), (16_384, False, False),
-                                  (16_384, True, False), (16_384, True, True)):  # fmt: skip
+    for chunk, scored, pooled in ((256, True, False), (2048, False, True), (16_384, False, False), (16_384, True, True)):
         constants = {
             "HEADS": 8, "POOLED": pooled, "CHUNK": chunk, "PART": min(chunk, select_blocks_triton._MOST_IN_PART), "BLOCK": 64,
             "SHARE": 0.3, "SCORED": scored, "PDL": True,
@@ -179,7 +180,7 @@ def selection() -> None:
         found = build(f"contest of {chunk} scored {scored} pooled {pooled}", select_blocks_triton._contest_kernel, pointers,
                       constants, aligned, num_warps=select_blocks_triton.contest_warps(chunk))  # fmt: skip
         assert found.metadata.shared <= 48 << 10
-    for joint, scored, pooled in ((False, True, False), (True, True, False), (True, False, False), (True, True, True)):
+    for joint, scored, pooled in ((False, True, False), (True, False, False), (True, True, True)):
         constants = {
             "HEADS": 8, "JOINT": joint, "POOLED": pooled, "CHUNK": 4096, "GROUPS": 16, "BLOCK": 64, "SHARE": 0.3,
             "SCORED": scored, "PDL": True,
@@ -187,15 +188,13 @@ def selection() -> None:
         build(f"contest in memory joint {joint} scored {scored} pooled {pooled}", streamed_contest_triton.streamed_contest_kernel,
               pointers, constants, aligned, num_warps=16)  # fmt: skip
     types = {"bf16": tl.bfloat16, "fp32": tl.float32}
-    for kind in types:
-        for bounds in (False, True):
-            for decide in (False, True):
-                constants = {
-                    "D": 128, "BD": 128, "BLOCK": 64, "BOUNDS": bounds, "TYPE": types[kind], "PROGRAMS": 1 if decide else 64,
-                    "DECIDE": decide, "PDL": True, "k_d": 1, "s_d": 1,
-                }  # fmt: skip
-                pointers = {"TABLE": "i64", "VALID": "i32", "POSITION": "i64", "START": "i32"}
-                build(f"summary {kind} {bounds} {decide}", block_summary_triton._summary_kernel, pointers, constants)
+    for kind, bounds, decide in (("bf16", False, False), ("bf16", True, True), ("fp32", True, False), ("fp32", False, True)):
+        constants = {
+            "D": 128, "BD": 128, "BLOCK": 64, "BOUNDS": bounds, "TYPE": types[kind], "PROGRAMS": 1 if decide else 64,
+            "DECIDE": decide, "PDL": True, "k_d": 1, "s_d": 1,
+        }  # fmt: skip
+        pointers = {"TABLE": "i64", "VALID": "i32", "POSITION": "i64", "START": "i32"}
+        build(f"summary {kind} {bounds} {decide}", block_summary_triton._summary_kernel, pointers, constants)
 
 
 def masses() -> None:
@@ -289,8 +288,7 @@ def routes() -> None:
 
 def limits() -> None:
     """Rules that take experts away, at few and at most rows."""
-    for rows, k, experts, budget, substitute, kind in ((9, 8, 128, False, False, "i64"), (1, 2, 8, True, True, "i32"),
-                                                       (9, 8, 128, True, False, "i64"), (16, 8, 256, True, True, "i64"),
+    for rows, k, experts, budget, substitute, kind in ((9, 8, 128, False, False, "i64"), (9, 8, 128, True, False, "i64"),
                                                        (64, 16, 256, True, True, "i32")):  # fmt: skip
         held, wide, all_experts, warps = moe_limit_triton.tile(rows, k, experts, budget)
         pointers = {"CHOICE": kind, "OUT_CHOICE": kind, "GATE": "i64", "LOGITS": "bf16", "BIAS": "fp32"}
@@ -330,7 +328,7 @@ def feed_forward() -> None:
         assert "wgmma.mma_async.sync.aligned.m64n" in found.asm["ptx"] or not cut.swap, label
 
     for kind, rows, hidden, inner, activation, gated, bias in (
-        ("bf16", 8, 4096, 14336, "silu", True, False), ("bf16", 1, 4096, 14336, "silu", True, False),
+        ("bf16", 8, 4096, 14336, "silu", True, False),
         ("bf16", 32, 4096, 14336, "gelu_tanh", True, True), ("bf16", 64, 4096, 14336, "silu", True, False),
         ("fp16", 8, 576, 1536, "relu2", True, False), ("bf16", 16, 2048, 8192, "relu", False, True),
         ("fp32", 5, 768, 3072, "gelu", False, True),

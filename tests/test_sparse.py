@@ -194,19 +194,28 @@ COVERING = [
 ]  # fmt: skip
 
 
+@functools.cache
+def exact_steps() -> list[Tensor]:
+    """Exact logits of four rows behind 0 to 64 tokens; each step keeps its first row."""
+    exact, found = verifier(filled(0, 80), None), []
+    for length in range(1, 66):
+        found.append(exact(tokens(4, length)))
+        exact.cache.crop(-3)
+    assert len(exact.reports) == 1
+    return found
+
+
 @pytest.mark.parametrize("plan", COVERING, ids=lambda plan: f"{plan.budget}-{plan.block_size}-{plan.representative}-{plan.joint}")
 def test_a_budget_that_covers_the_context_changes_no_bit(plan: AttentionPlan) -> None:
     """Contexts 1..65, in one cache, by one graph."""
-    sparse, exact = verifier(filled(0, 80), plan), verifier(filled(0, 80), None)
-    for length in range(1, 66):
-        ids = tokens(4, length)
-        assert torch.equal(sparse(ids), exact(ids)), length
-        for verify in (sparse, exact):
-            verify.cache.crop(-3)
-    assert len(sparse.reports) == len(exact.reports) == 1
+    sparse = verifier(filled(0, 80), plan)
+    for length, wanted in enumerate(exact_steps(), 1):
+        assert torch.equal(sparse(tokens(4, length)), wanted), length
+        sparse.cache.crop(-3)
+    assert len(sparse.reports) == 1
 
 
-@pytest.mark.parametrize("length", [1000, 2500, 8000])
+@pytest.mark.parametrize("length", [1000, 8000])
 def test_long_contexts_change_no_bit_either(length: int) -> None:
     plan = AttentionPlan(budget=8192, block_size=64, query="all", index_topk_freq=4)
     caches = [filled(length, 8100) for _ in range(2)]
