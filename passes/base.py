@@ -71,6 +71,7 @@ class PassContext:
     ``released`` names writes to temporaries that went away with a region which owned them. ``moe_plan`` is the plan for MoE, or
     None for exact, and ``moe_limits`` what it makes of each of ``moes``. ``mlps`` (what was found of each feed-forward layer) and
     ``ffn_rules`` (what ``ffn_plan`` makes of each of them) are filled by its detector, and ``mlp_calls`` with the calls by place.
+    ``one_graph``: the graph must hold for every number of rows it was asked for (an export), so no pass may bound a symbolic one.
     ``batch_varies``: whoever runs the graph allocates added inputs for the batch at hand, which may be symbolic.
     """
 
@@ -93,6 +94,7 @@ class PassContext:
     ffn_plan: Any = None
     ffn_rules: list[Any] = field(default_factory=list)
     batch_varies: bool = False
+    one_graph: bool = False
 
 
 class Pass:

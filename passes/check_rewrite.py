@@ -5,14 +5,21 @@ Raises on a defect of ours (a lost cache write, a value whose shape, dtype or de
 
 from __future__ import annotations
 
+from torch import Tensor
 from torch.fx import GraphModule
 
 from spec_compile.passes.base import Pass, PassContext, PassReport, Stage, register_pass
-from spec_compile.passes.nodes import mutated_arguments, tensor
+from spec_compile.passes.nodes import hint, mutated_arguments, tensor
 
 
 class RewriteDefect(AssertionError):
     """The rewritten graph breaks an invariant; the original graph must be used instead."""
+
+
+def same_tensor(one: Tensor, other: Tensor) -> bool:
+    """Whether shape (symbols by the sizes met while tracing), dtype and device agree."""
+    met = [[hint(size) for size in value.shape] for value in (one, other)]
+    return met[0] == met[1] and (one.dtype, one.device) == (other.dtype, other.device)
 
 
 def mutations(gm: GraphModule) -> list[str]:

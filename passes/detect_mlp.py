@@ -23,9 +23,10 @@ from torch.fx import GraphModule, Node
 from spec_compile.kernels import availability, library
 from spec_compile.kernels.mlp import rows_of, why_no_mlp_kernel, why_not_faster
 from spec_compile.passes.base import Pass, PassContext, PassReport, Rejection, Stage, register_pass
+from spec_compile.passes.check_rewrite import RewriteDefect, same_tensor
 from spec_compile.passes.emit import Emitter
 from spec_compile.passes.mlp_match import MlpMatch, Projection, find_mlps, match_mlp
-from spec_compile.passes.nodes import aten, mutated_arguments, shape, tensor
+from spec_compile.passes.nodes import aten, hint, mutated_arguments, shape, source_line, tensor
 from spec_compile.passes.plan_mlp import assign_channels
 from spec_compile.passes.regions import storage, why_untraceable, writes_by_storage
 
@@ -50,7 +51,7 @@ class DetectMlp(Pass):
         anchors = find_mlps(gm.graph)
         writes = writes_by_storage(gm.graph) if anchors else {}
         untraceable = why_untraceable(gm.graph) if anchors else None
-        matches = [match_mlp(anchor, writes, untraceable) for anchor in anchors]
+        matches = _apart([match_mlp(anchor, writes, untraceable) for anchor in anchors])
         report.rejections += [found for found in matches if isinstance(found, Rejection)]
         if ctx.ffn_plan is not None and matches:
             ctx.ffn_rules = assign_channels(ctx.ffn_plan, matches)
@@ -60,7 +61,7 @@ class DetectMlp(Pass):
                 ctx.mlps.append(match)
                 continue
             sparse = bool(ctx.ffn_rules) and not ctx.ffn_rules[place].note
-            kept = "" if sparse or ctx.lowering == "reference" else _why_kept(match)
+            kept = "" if sparse or ctx.lowering == "reference" else _why_kept(match, ctx.one_graph)
             ctx.mlps.append(MlpFound(match, kept))
             if not kept:
                 # The input of one layer may be the output of another that was replaced.
@@ -72,11 +73,29 @@ class DetectMlp(Pass):
         return report
 
 
-def _why_kept(match: MlpMatch) -> str:
+def _apart(matches: list[Any]) -> list[Any]:
+    """Refuse a layer that shares a call with one before it."""
+    taken: set[Node] = set()
+    found = []
+    for match in matches:
+        shared = isinstance(match, MlpMatch) and next((node for node in match.region if node in taken), None)
+        if isinstance(shared, Node):
+            match = Rejection(f"{shared.name} belongs to the layer before as well", shared.name, match.layer, source_line(shared))
+        elif isinstance(match, MlpMatch):
+            taken.update(match.region)
+        found.append(match)
+    return found
+
+
+def _why_kept(match: MlpMatch, one_graph: bool) -> str:
     x, up, down = tensor(match.x), tensor(match.up.weight), tensor(match.down.weight)
     assert x is not None and up is not None and down is not None
     if x.device.type != "cuda":
         return "on CPU the linear calls are as fast"
+    if hint(rows_of(x)) is None:
+        return "its rows depend on data"
+    if one_graph and not isinstance(rows_of(x), int):
+        return "an exported program serves every number of rows: which kernel is faster depends on it"
     # First what pays: asking the kernel about symbolic rows installs a guard.
     device, gated = availability.capability(x.device), match.gate is not None
     reason = why_not_faster(rows_of(x), match.inner, match.hidden, x.element_size(), device, gated)
@@ -95,6 +114,10 @@ def _replace(match: MlpMatch, x: Node, writes: dict[Node, list[Node]], ctx: Pass
     result = call
     if len(shape(match.output)) == 2 and len(shape(call)) != 2:
         result = emit.call(aten.reshape.default, call, [-1, match.out])
+    made, given = tensor(result), tensor(match.output)
+    assert made is not None and given is not None
+    if not same_tensor(made, given):
+        raise RewriteDefect(f"{match.output.name} was {given.dtype} {list(given.shape)}, is {made.dtype} {list(made.shape)}")
     later = [node for node in writes.get(storage(match.output), []) if match.output < node]
     if later:
         writes[storage(result)] = later

@@ -1,4 +1,7 @@
-"""Recognise the activation of a feed-forward layer, spelled as one call or as arithmetic."""
+"""Recognise the activation of a feed-forward layer, spelled as one call or as arithmetic.
+
+Every linear call of a graph is looked at: nothing here may pin a symbolic number.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,8 @@ from typing import Any
 
 from torch.fx import Node
 
-from spec_compile.passes.expert_gate import number, uncast
-from spec_compile.passes.nodes import argument, aten, is_call
+from spec_compile.passes.expert_gate import uncast
+from spec_compile.passes.nodes import argument, aten, is_call, scalar
 
 _SQRT_2_OVER_PI = math.sqrt(2 / math.pi)
 
@@ -41,7 +44,7 @@ def match_activation(node: Any) -> Activation | None:
 
 
 def _squared_relu(node: Any) -> Activation | None:
-    squared = is_call(node, aten.square) or (is_call(node, aten.pow) and number(node.args[1]) == 2.0)
+    squared = is_call(node, aten.square) or (is_call(node, aten.pow) and scalar(node.args[1]) == 2.0)
     doubled = is_call(node, aten.mul) and node.args[0] is node.args[1]
     if not squared and not doubled:
         return None
@@ -72,15 +75,15 @@ class _Product:
 
 
 def _multiplied_out(node: Any, depth: int = 8) -> _Product:
-    known = number(node)
+    known = scalar(node)
     if known is not None:
         return _Product(known, [], [])
     if depth and is_call(node, aten.mul) and len(node.args) == 2:
         left, right = (_multiplied_out(arg, depth - 1) for arg in node.args)
         return _Product(left.constant * right.constant, left.factors + right.factors, [node, *left.inner, *right.inner])
-    if is_call(node, aten.pow) and number(node.args[1]) in (2.0, 3.0):
+    if is_call(node, aten.pow) and scalar(node.args[1]) in (2.0, 3.0):
         base = node.args[0]
-        return _Product(1.0, [base] * int(number(node.args[1]) or 0), [node])
+        return _Product(1.0, [base] * int(scalar(node.args[1]) or 0), [node])
     return _Product(1.0, [node], [])
 
 
@@ -89,7 +92,7 @@ def _sum_with(node: Any, wanted: Any) -> Any:
     if not is_call(node, aten.add) or argument(node, "alpha", 1) != 1:
         return None
     for one, other in (node.args[:2], node.args[1::-1]):
-        if one is wanted or (wanted == 1 and number(one) == 1.0):
+        if one is wanted or (wanted == 1 and scalar(one) == 1.0):
             return other
     return None
 

@@ -6,6 +6,7 @@ Matching changes no node; it may pin symbolic numbers.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -179,6 +180,9 @@ def _match(down: Projection) -> MlpMatch:
         left, right = product.args
         _inner(left if other is right else right, region)
         region += [product, *acted.inner]
+        if not _alike(shape(left), shape(right)):
+            # Views keep the order of rows only as long as no factor is broadcast.
+            raise Refusal(product, f"the factors {list(shape(left))} and {list(shape(right))} are broadcast against each other")
         if match_activation(_inner(other, [])) is not None:
             raise Refusal(product, "both factors are activations: the layer is not act(gate) * up")
         gate, gate_half = _branch(acted.source, region)
@@ -240,8 +244,8 @@ def _check_values(match: MlpMatch) -> None:
         if held.device != x.device:
             raise Refusal(node, f"a weight is on {held.device}, the layer's input on {x.device}")
     for product in (match.up, match.down, *(() if match.gate is None else (match.gate,))):
-        if product.bias is not None and len(shape(product.bias)) != 1:
-            raise Refusal(product.bias, f"a bias is {list(shape(product.bias))}, not a vector")
+        if product.bias is not None and not _alike(shape(product.bias), product.sizes[:1]):
+            raise Refusal(product.bias, f"a bias is {list(shape(product.bias))}, not a vector of {product.sizes[0]}")
     if out.dtype != x.dtype or not x.dtype.is_floating_point:
         raise Refusal(match.output, f"the layer's output is {out.dtype}, its input {x.dtype}")
     for node in match.region:
@@ -252,8 +256,12 @@ def _check_values(match: MlpMatch) -> None:
             raise Refusal(node, f"a value of the layer is rounded to {value.dtype} on the way")
         if value.device != x.device:
             raise Refusal(node, f"a value of the layer is moved to {value.device} on the way")
-    if len(shape(match.output)) not in (2, len(shape(match.x))):
+    if len(shape(match.output)) != 2 and not _alike(shape(match.output), (*shape(match.x)[:-1], match.out)):
         raise Refusal(match.output, f"the layer turns {list(shape(match.x))} into {list(shape(match.output))}")
+
+
+def _alike(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    return len(one) == len(other) and all(same(a, b) for a, b in zip(one, other))
 
 
 def _layer(down: Projection, up: Projection | None) -> str | None:

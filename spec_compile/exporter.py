@@ -75,7 +75,7 @@ def export(
         mask: ``padding`` takes ``position_ids`` and a bool mask ``[B, slots]`` (left padding); ``causal`` neither; ``tree`` takes
             ``position_ids`` and a bool mask ``[B, 1, T, slots]``, one for each layer type of a model with several.
         strict: raise where an attention or an MoE layer is refused, instead of warning.
-        opset: of ONNX, 20 or later.
+        opset: of ONNX, 20 to 23.
         seconds: is given the time of each stage.
         on_stage: is called with the name of each stage when it begins.
         options: further backend options: ``block_size``, ``lowering``, ``max_q_len``.
@@ -107,6 +107,7 @@ def export(
         moe_plan=None if settings.plan.moe is None or settings.plan.moe.exact else settings.plan.moe,
         ffn_plan=None if settings.plan.ffn is None or settings.plan.ffn.exact else settings.plan.ffn,
         batch_varies=batch is None,
+        one_graph=True,
     )
     with stored_by_outputs(model):
         with clock.stage("trace"):

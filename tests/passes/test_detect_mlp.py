@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,12 +15,15 @@ import torch
 import torch.nn.functional as F
 from harness import cloned, compare, trace
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from spec_compile.passes import detect_mlp
 from spec_compile.passes.base import PassContext, Rejection
 from spec_compile.passes.canonicalize import Canonicalize
+from spec_compile.passes.check_rewrite import RewriteDefect
 from spec_compile.passes.detect_mlp import MLP, MlpFound
 from spec_compile.passes.mlp_match import MlpMatch
+from spec_compile.passes.nodes import known
 from spec_compile.pipeline import run_passes
 from spec_compile.report import RewriteReport
 
@@ -271,6 +275,25 @@ def reordered(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
     return F.linear(F.relu(F.linear(x, up)).transpose(0, 1), down)
 
 
+def outer_product(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """Every row of one branch with every row of the other: views and the last dimension alone do not show it."""
+    return F.linear(F.silu(F.linear(x, gate)).reshape(B, T, 1, INNER) * F.linear(x, up).reshape(B, 1, T, INNER), down)
+
+
+def broadcast_rows(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """The same with a result of the layer's own rank, over one sequence."""
+    acted = F.silu(F.linear(x, gate)).flatten(0, 1)
+    return F.linear(acted.unsqueeze(1) * F.linear(x, up).reshape(1, B * T, INNER), down)
+
+
+def regrouped(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    return F.linear(F.relu(F.linear(x, up)).reshape(T, B, INNER), down).transpose(0, 1)
+
+
+def regrouped_gated(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    return F.linear((F.silu(F.linear(x, gate)) * F.linear(x, up)).reshape(T, B, INNER).reshape(1, B * T, INNER), down)
+
+
 REFUSED: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...], str]] = {
     "activation of the product": (
         lambda x, gate, up, down: F.linear(F.silu(F.linear(x, gate) * F.linear(x, up)), down), GATED, "comes from mul",
@@ -295,7 +318,17 @@ REFUSED: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...], str]] 
     ),
     "lora": (lora, (*GATED, (4, H), (INNER, 4)), "comes from add"),
     "computed weight": (lambda x, gate, up, down: gated(F.silu)(x, gate * 2, up, down), GATED, "computed in this graph"),
-    "rows reordered": (reordered, PLAIN, ""),
+    "rows of one branch with all of the other": (outer_product, GATED, "are broadcast against each other"),
+    "broadcast to the rank of x": (broadcast_rows, GATED, "are broadcast against each other"),
+    "rows regrouped": (regrouped, PLAIN, f"the layer turns [{B}, {T}, {H}] into [{T}, {B}, {OUT}]"),
+    "rows regrouped twice": (regrouped_gated, GATED, "the layer turns"),
+    "a bias for all outputs": (
+        lambda x, up, down, bias: F.linear(F.relu(F.linear(x, up)), down, bias), (*PLAIN, (1,)), f"[1], not a vector of {OUT}",
+    ),
+    "a bias for all channels": (
+        lambda x, up, bias, down: F.linear(F.relu(torch.addmm(bias, x.view(-1, H), up)), down),
+        ((H, INNER), (1,), (OUT, INNER)), f"[1], not a vector of {INNER}",
+    ),
     "rounded on the way": (
         lambda x, gate, up, down: F.linear((F.silu(F.linear(x, gate)).half().float()) * F.linear(x, up), down), GATED, "rounded",
     ),
@@ -305,11 +338,68 @@ REFUSED: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...], str]] 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_refused(name: str) -> None:
     fn, shapes, reason = REFUSED[name]
-    if reason:
-        check_refused(fn, weights(X, *shapes), reason)
-    else:
-        outcome = run(fn, weights(X, *shapes), atol=0.0)
-        assert (outcome.hits, outcome.calls) == (0, [])
+    check_refused(fn, weights(X, *shapes), reason)
+
+
+def test_reordered_rows_are_no_layer() -> None:
+    outcome = run(reordered, weights(X, *PLAIN), atol=0.0)
+    assert (outcome.hits, outcome.ctx.mlps) == (0, [])
+
+
+def test_a_layer_within_a_layer() -> None:
+    """The last projection of one is the first of the next: one of them is rewritten, the other says why not."""
+    outcome = run(
+        lambda x, a, b, c: F.linear(F.relu(F.linear(F.relu(F.linear(x, a)), b)), c),
+        weights(X, (INNER, H), (INNER, INNER), (OUT, INNER)),
+    )
+    assert outcome.hits == 1 and len(outcome.reasons) == 1
+    assert "belongs to the layer before as well" in outcome.reasons[0]
+
+
+@pytest.mark.parametrize("fn", [lambda x, w: F.linear(x * x.shape[1], w), lambda x, w: F.linear(torch.pow(x, x.shape[1]), w)])
+def test_looking_for_layers_pins_no_size(fn: Callable[..., Tensor]) -> None:
+    """Every linear call of a graph is looked at, layers or not."""
+    gm = trace(fn, weights(X, (OUT, H)), ((0, 1),))
+    assert detect_mlp.DetectMlp().run(gm, PassContext(lowering="reference")).hits == 0
+    rows = next(iter(gm.graph.nodes)).meta["val"].shape[1]
+    assert not isinstance(known(rows), int)
+
+
+def on_cuda(monkeypatch: pytest.MonkeyPatch, rows: Any) -> Any:
+    """A match whose operands pretend to lie on a Hopper card."""
+    held = SimpleNamespace(device=torch.device("cuda"), shape=(1, rows, 4096), element_size=lambda: 2)
+    monkeypatch.setattr(detect_mlp, "tensor", lambda node: held)
+    monkeypatch.setattr(detect_mlp, "why_no_mlp_kernel", lambda *args: None)
+    monkeypatch.setattr(detect_mlp.availability, "capability", lambda device: 90)
+    side = SimpleNamespace(weight=None, transposed=False)
+    return SimpleNamespace(x=None, gate=side, up=side, down=side, inner=14336, hidden=4096)
+
+
+def test_exports_bound_no_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph of the compiler is made for few rows, a program that is exported must serve all."""
+    gm = trace(plain(F.relu), weights(X, *PLAIN), ((0, 1),))
+    rows = next(iter(gm.graph.nodes)).meta["val"].shape[1]
+    match = on_cuda(monkeypatch, rows)
+    assert "serves every number of rows" in detect_mlp._why_kept(match, one_graph=True)
+    bounds = rows.node.shape_env.bound_sympy(rows.node.expr)
+    assert detect_mlp._why_kept(match, one_graph=False) == ""
+    assert rows.node.shape_env.bound_sympy(rows.node.expr).upper == 8 < bounds.upper
+    assert detect_mlp._why_kept(on_cuda(monkeypatch, 8), one_graph=True) == ""
+    assert "8 rows only" in detect_mlp._why_kept(on_cuda(monkeypatch, 9), one_graph=True)
+
+
+def test_rows_that_depend_on_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    match = on_cuda(monkeypatch, ShapeEnv().create_unbacked_symint())
+    assert detect_mlp._why_kept(match, one_graph=False) == "its rows depend on data"
+
+
+def test_a_result_of_another_shape_is_a_defect(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever matching lets through, no value changes its shape."""
+    monkeypatch.setattr("spec_compile.passes.mlp_match._alike", lambda one, other: True)
+    for fn, shapes in ((broadcast_rows, GATED), (regrouped, PLAIN)):
+        gm = trace(fn, weights(X, *shapes))
+        with pytest.raises(RewriteDefect, match=r"was torch.float32 \["):
+            detect_mlp.DetectMlp().run(gm, PassContext(lowering="reference"))
 
 
 def near_misses(c: float = math.sqrt(2 / math.pi), cubic: float = 0.044715, power: float = 3.0, one: float = 1.0) -> Act:
