@@ -20,6 +20,7 @@ from spec_compile.calibrate import check_numbers, divergence_sum, progress_bar, 
 from spec_compile.errors import OptionsError, QualityError
 from spec_compile.kernels.mlp import PAYS_BELOW, watch_channels
 from spec_compile.logs import logger
+from spec_compile.models.down_weights import stored_as_before
 from spec_compile.plan import FfnCalibration, FfnPlan, SparsityPlan
 
 
@@ -50,7 +51,7 @@ def ffn_calibrate(
         tokenizer: called on each string.
         joint: see :class:`~spec_compile.FfnPlan`.
         pays_below: a layer stays exact where a step keeps, on average, at least this share of its channels. Default: where steps
-            were measured to be faster, 0.25 on CUDA and 0.1 on CPU.
+            were measured to be faster, 0.1 on CUDA and on CPU.
         draft_len: drafts a verify step; ``draft_len + 1`` rows share what is read.
         window: tokens of a window, at least ``2 * draft_len + 3``.
         held_out: share of the windows, the last ones, on which the plan is compared with exact steps.
@@ -87,7 +88,8 @@ def ffn_calibrate(
         raise OptionsError(f"threshold must be a number above 0, got {threshold!r}")
     rows = draft_len + 1
     train, test = split_windows(token_windows(texts, tokenizer, window, vocabulary_size(model)), held_out, 2 * rows + 1)
-    with progress_bar(progress) as tick:
+    # Steps of the first plan turn the weights of every layer, whether it pays or not.
+    with stored_as_before(model), progress_bar(progress) as tick:
         first = _steps(model, everywhere, train, draft_len, options, tick, "unions", compare=False)
         unions = tuple(layer.union for layer in first.layers)
         thresholds = tuple(float(threshold) if layer.union < pays_below else 0.0 for layer in first.layers)

@@ -13,6 +13,7 @@ pytest.importorskip("transformers", minversion="5.17")
 import spec_compile as sc
 from spec_compile.calibrate_ffn import words
 from spec_compile.errors import OptionsError, PlanError, QualityError
+from spec_compile.models.down_weights import store_by_channels
 from spec_compile.models.zoo import VOCAB, build
 
 ROWS, WINDOW = 5, 30
@@ -116,3 +117,12 @@ def test_bad_models_and_thresholds(model: Any) -> None:
     model.eval()
     with pytest.raises(OptionsError, match="no feed-forward layer was recognised"):
         calibrate(build("qwen3_moe", "sdpa", num_hidden_layers=1))
+
+
+def test_weights_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of a calibration turn the weights of every layer on a GPU (here they are made to): none stays so."""
+    turned = []
+    monkeypatch.setattr("spec_compile.verify.store_for", lambda plan, model: turned.append(store_by_channels(model)))
+    model: Any = build("llama", "sdpa")
+    assert calibrate(model, 1e-9).exact
+    assert turned[0] == 2 and all(layer.mlp.down_proj.weight.is_contiguous() for layer in model.model.layers)

@@ -13,7 +13,7 @@ pytest.importorskip("transformers", minversion="5.17")
 
 import spec_compile as sc
 from spec_compile.errors import OptionsError
-from spec_compile.models.down_weights import down_projections, store_by_channels, store_by_outputs
+from spec_compile.models.down_weights import down_projections, store_by_channels, store_by_outputs, stored_as_before
 from spec_compile.models.zoo import FAMILIES, VOCAB, build
 
 
@@ -124,3 +124,52 @@ def test_compile_verify_turns_weights_on_a_gpu() -> None:
     torch.testing.assert_close(exact.float(), model(ids().cuda()).logits.float(), rtol=0.05, atol=0.3)
     sc.restore(model)
     assert model.model.layers[0].mlp.down_proj.weight.is_contiguous()
+
+
+@torch.no_grad()
+def test_memory_that_others_see_is_left_alone() -> None:
+    """A view of a flat buffer, a second parameter over the same memory, and memory of several processes."""
+    model: Any = build("llama", "sdpa")
+    first, second = (layer.mlp.down_proj for layer in model.model.layers)
+    flat = torch.zeros(2, *first.weight.shape)
+    first.weight = torch.nn.Parameter(flat[0])
+    assert store_by_channels(model) == 1 and first.weight.is_contiguous() and not second.weight.is_contiguous()
+    flat.fill_(1)
+    assert bool((first.weight == 1).all())
+    model = build("llama", "sdpa")
+    first, second = (layer.mlp.down_proj for layer in model.model.layers)
+    second.weight = torch.nn.Parameter(first.weight.detach())
+    assert store_by_channels(model) == 0
+    model = build("llama", "sdpa").share_memory()
+    assert store_by_channels(model) == 0 and model.model.layers[0].mlp.down_proj.weight.is_shared()
+
+
+def test_assigned_weights_are_turned_again() -> None:
+    model: Any = build("llama", "sdpa")
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    store_by_channels(model)
+    model.load_state_dict(state, assign=True)
+    down = model.model.layers[0].mlp.down_proj
+    assert down.weight.is_contiguous()
+    assert store_by_channels(model) == 2 and not down.weight.is_contiguous()
+    assert store_by_outputs(model) == 2 and down.weight.is_contiguous()
+
+
+def test_parameters_stay_ordinary_ones() -> None:
+    """Turned under inference mode, too; ``keep_vars`` gives the parameters themselves."""
+    model: Any = build("llama", "sdpa")
+    with torch.inference_mode():
+        store_by_channels(model)
+    down = model.model.layers[0].mlp.down_proj.weight
+    assert not down.is_inference() and not down.is_contiguous()
+    assert model.state_dict(keep_vars=True)["model.layers.0.mlp.down_proj.weight"] is down
+
+
+def test_a_block_leaves_weights_as_they_were() -> None:
+    model: Any = build("llama", "sdpa")
+    first, second = (layer.mlp.down_proj.weight for layer in model.model.layers)
+    store_by_channels(model, (0.1, 0.0))
+    with pytest.raises(KeyError), stored_as_before(model):
+        assert store_by_channels(model) == 1 and not second.is_contiguous()
+        raise KeyError
+    assert not first.is_contiguous() and second.is_contiguous()
