@@ -22,13 +22,14 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 # Bounds of the kernels: rows a call, channels.
 MAX_ROWS, MAX_CHANNELS = 64, 1 << 16
 # Where the fused kernel replaces linear calls in exact steps: measured on an H200 at 8 rows, two first weights and a last one in
-# bfloat16, 4096 x 14336 each. Fewer rows read the same bytes in the same tile of 16 rows, larger weights more of them; more
-# rows, smaller weights and plain layers were not measured.
+# bfloat16, 4096 x 14336 each. Fewer rows and larger weights were not, but read in the same tile of 16 rows the same bytes, and
+# more of them; more rows, smaller weights and plain layers keep linear calls.
 FUSED_ROWS, FUSED_LEAST = 8, 4096 * 14336
-# Union of the rows' channels below which a step that skips the others was measured to be faster than linear calls, by kind of
-# device: on an H200 (4096 x 14336, 8 rows, bfloat16) as fast at 0.3 and 1.13 times at 0.1; on one CPU core (576 x 1536 and
-# 2048 x 8192, 9 rows, float32) as fast at 0.1. On CPU channels are gathered up to that union, and masked past it.
-PAYS_BELOW = {"cuda": 0.25, "cpu": 0.1}
+# Union of the rows' channels up to which a step that skips the others was measured to be faster than an exact one, by kind of
+# device: on an H200 (4096 x 14336, 8 rows, bfloat16) 1.02 times at 0.1, slower from 0.3 on, nothing between was measured; on one
+# CPU core (9 rows, float32) as fast for 576 x 1536 and 1.7 times for 2048 x 8192 at 0.1. On CPU channels are gathered up to that
+# union, and masked past it.
+PAYS_BELOW = {"cuda": 0.1, "cpu": 0.1}
 # Called with the down weight, channels that each row keeps [N] and channels that a step reads [], for each sparse call.
 _watchers: list[Callable[[Tensor, Tensor, Tensor], Any]] = []
 
@@ -71,7 +72,9 @@ def kept_channels(acted: Tensor, threshold: float, keep: int, joint: bool) -> Te
     return own.any(0).expand_as(acted) if joint else own
 
 
-def _first(x: Tensor, gate: Tensor | None, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None, name: str) -> Tensor:
+def first_activations(
+    x: Tensor, gate: Tensor | None, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None, name: str
+) -> Tensor:
     """Activations ``[N, F]`` in x's dtype."""
     return activated(linear(x, up, up_bias) if gate is None else linear(x, gate, gate_bias), name)
 
@@ -89,7 +92,7 @@ def mlp_sparse_reference(
     first, second, third = (None if w is None else w.to(wide) for w in (gate, up, down))
     biases = [None if b is None else b.to(wide) for b in (gate_bias, up_bias, down_bias)]
     assert second is not None and third is not None
-    acted = _first(rows, first, second, biases[0], biases[1], activation)
+    acted = first_activations(rows, first, second, biases[0], biases[1], activation)
     kept = kept_channels(acted, threshold, keep, joint) | (switch == 0)
     read = kept.any(0)
     inner = acted
@@ -97,6 +100,12 @@ def mlp_sparse_reference(
         inner = acted * linear(rows, torch.where(read.unsqueeze(1), second, 0), biases[1])
     out = linear(torch.where(kept, inner, 0), torch.where(read, third, 0), biases[2])
     return out.to(x.dtype).reshape(*x.shape[:-1], down.shape[0])
+
+
+def masked(x: Tensor, acted: Tensor, kept: Tensor, other: Tensor | None, down: Tensor, down_bias: Tensor | None) -> Tensor:
+    """The layer of ``x`` from its activations and its other factor, channels that are not kept zeroed."""
+    inner = acted if other is None else acted * other
+    return linear(torch.where(kept, inner, 0), down, down_bias).reshape(*x.shape[:-1], down.shape[0])
 
 
 def mlp_sparse_gathered(
@@ -112,14 +121,13 @@ def mlp_sparse_gathered(
     if not int(switch):
         return mlp_reference(x, gate, up, down, gate_bias, up_bias, down_bias, activation)
     rows = x.reshape(-1, x.shape[-1])
-    acted = _first(rows, gate, up, gate_bias, up_bias, activation)
+    acted = first_activations(rows, gate, up, gate_bias, up_bias, activation)
     kept = kept_channels(acted.to(wide_dtype(x.dtype)), threshold, keep, joint)
     if bool(kept.all()):
         return mlp_reference(x, gate, up, down, gate_bias, up_bias, down_bias, activation)
     read = kept.any(0).nonzero().squeeze(1)
     if len(read) > most * up.shape[0]:
-        inner = acted if gate is None else acted * linear(rows, up, up_bias)
-        return linear(torch.where(kept, inner, 0), down, down_bias).reshape(*x.shape[:-1], down.shape[0])
+        return masked(x, acted, kept, None if gate is None else linear(rows, up, up_bias), down, down_bias)
     inner, kept = acted[:, read], kept[:, read]
     if gate is not None:
         inner = inner * linear(rows, up[read], None if up_bias is None else up_bias[read])
@@ -161,7 +169,7 @@ def why_no_mlp_kernel(
     if down.stride(1) != 1 and down.stride(0) != 1:
         return "the last weight is contiguous in no dimension"
     if rows_of(x) > MAX_ROWS:
-        return f"{int(rows_of(x))} rows are more than {MAX_ROWS}"
+        return f"there are more than {MAX_ROWS} rows"
     if up.shape[0] > MAX_CHANNELS:
         return f"{int(up.shape[0])} channels are more than {MAX_CHANNELS}"
     return _why_no_kernel(x, [*first, down, gate_bias, up_bias, down_bias])
@@ -181,7 +189,7 @@ def why_not_faster(rows: Any, channels: int, hidden: int, itemsize: int, capabil
     """Reason why exact steps leave a layer's linear calls to cuBLAS, or None where the fused kernel was measured to be faster.
 
     Args:
-        rows: of a step; may be a symbol, which is then bounded by a guard.
+        rows: of a step; a symbol is bounded by a guard.
         channels, hidden: F and H. itemsize: of the weights. capability: of the device, major * 10 + minor. gated: whether there
             are two first weights.
     """
@@ -220,7 +228,7 @@ def mlp_sparse(
 
         run = mlp_sparse_triton
     if _watchers:
-        acted = _first(x.reshape(-1, x.shape[-1]), gate, up, gate_bias, up_bias, activation)
+        acted = first_activations(x.reshape(-1, x.shape[-1]), gate, up, gate_bias, up_bias, activation)
         kept = kept_channels(acted.to(wide_dtype(x.dtype)), threshold, keep, joint) | (switch == 0)
         for watch in _watchers:
             watch(down, kept.sum(1), kept.any(0).sum())

@@ -164,9 +164,9 @@ def why_no_experts_kernel(
     if up is not None and up.stride() != gate_up.stride():
         return f"the weights of gate and up have different strides, {tuple(gate_up.stride())} and {tuple(up.stride())}"
     if x.shape[0] > MAX_ROWS:
-        return f"{int(x.shape[0])} rows are more than {MAX_ROWS}"
+        return f"there are more than {MAX_ROWS} rows"
     if x.shape[0] * choice.shape[1] > MAX_PAIRS:
-        return f"{int(x.shape[0])} rows with {choice.shape[1]} experts each are more than {MAX_PAIRS} pairs"
+        return f"rows with {choice.shape[1]} experts each make more than {MAX_PAIRS} pairs"
     return _why_no_kernel(x)
 
 

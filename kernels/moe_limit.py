@@ -125,7 +125,7 @@ def why_no_limit_kernel(choice: Tensor, weight: Tensor, logits: Tensor | None, e
     if choice.shape[1] > MAX_CHOICES or experts > MAX_EXPERTS:
         return f"{choice.shape[1]} of {experts} experts are more than {MAX_CHOICES} of {MAX_EXPERTS}"
     if expert_budget > 0 and choice.shape[0] > MAX_ROWS:
-        return f"{int(choice.shape[0])} rows share a budget, more than {MAX_ROWS}"
+        return f"more than {MAX_ROWS} rows share a budget"
     missing = availability.why_no_triton()
     if missing is None and availability.capability(choice.device) < 80:
         missing = "compute capability below 8.0 is not tested"

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from spec_compile.errors import PlanError
-from spec_compile.kernels.mlp import PAYS_BELOW, why_no_sparse_kernel
+from spec_compile.kernels.mlp import PAYS_BELOW, rows_of, why_no_sparse_kernel
 from spec_compile.passes.base import Rejection
 from spec_compile.passes.layer_filter import FilterPlan, require_layers, why_left_out
 from spec_compile.passes.mlp_match import MlpMatch
-from spec_compile.passes.nodes import tensor
+from spec_compile.passes.nodes import hint, tensor
 
 
 class ChannelPlan(FilterPlan, Protocol):
@@ -82,9 +82,9 @@ def _rule(plan: ChannelPlan, index: int, layer: MlpMatch | Rejection) -> Channel
         keep = max(1, math.ceil(plan.budget * layer.inner))
         if keep >= layer.inner:
             return ChannelRule(note=f"the budget covers its {layer.inner} channels")
-        if device == "cuda" and plan.budget >= PAYS_BELOW[device]:
-            least = PAYS_BELOW[device]
-            return ChannelRule(note=f"does not pay: linear calls were measured to be as fast from {least:.0%} of the channels on")
+        if device == "cuda" and plan.budget > PAYS_BELOW[device]:
+            most = PAYS_BELOW[device]
+            return ChannelRule(note=f"does not pay: skipping channels was measured to be faster up to {most:.0%} of them alone")
         rule = ChannelRule(keep=keep, joint=True, measured=measured, union=keep / layer.inner)
     else:
         threshold = plan.thresholds[index] if plan.thresholds is not None else plan.threshold
@@ -114,6 +114,8 @@ def _why_dense(layer: MlpMatch) -> str:
     assert x is not None and up is not None and down is not None
     if x.device.type != "cuda":
         return ""
+    if hint(rows_of(x)) is None:
+        return "its rows depend on data"
     up = up.t() if layer.up.transposed else up
     down = down.t() if layer.down.transposed else down
     return why_no_sparse_kernel(x, None, up, down) or ""

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from spec_compile.kernels import library
 from spec_compile.kernels.mlp import (
@@ -350,9 +352,10 @@ def test_no_channel_at_all(name: str) -> None:
     assert torch.equal(found, c.down_bias.expand(5, -1))
 
 
+@pytest.mark.parametrize("spec", [Spec(), Spec(gated=False), Spec(gated=False, activation="relu")], ids=str)
 @pytest.mark.parametrize("name", SPARSE)
-def test_nan_stays_in_its_row(name: str) -> None:
-    c = make(Spec())
+def test_nan_stays_in_its_row(name: str, spec: Spec) -> None:
+    c = make(spec)
     threshold = in_a_gap(acts(c).abs(), 0.5)
     clean = run(c, SPARSE, name, ON, threshold, 0, False)
     c.x[1] = torch.nan
@@ -360,6 +363,14 @@ def test_nan_stays_in_its_row(name: str) -> None:
     assert found[1].isnan().all()
     others = torch.arange(5) != 1
     torch.testing.assert_close(found[others], clean[others])
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize("name", SPARSE)
+def test_a_budget_keeps_what_is_nan(name: str, sign: float) -> None:
+    c = make(Spec(gated=False, activation="relu2"))
+    c.up[7] = math.copysign(math.nan, sign)
+    assert run(c, SPARSE, name, ON, 0.0, 1, True).isnan().all()
 
 
 @pytest.mark.parametrize("name", SPARSE)
@@ -428,7 +439,13 @@ def test_reasons_against_the_kernels() -> None:
     assert why_no_mlp_kernel(c.x, c.gate, c.up, c.down) == "device cpu"
     assert "not contiguous" in str(why_no_mlp_kernel(c.x, None, c.up.t().contiguous().t(), c.down))
     assert "stored by outputs" in str(why_no_sparse_kernel(c.x, c.gate, c.up, c.down.contiguous()))
-    assert "65 rows" in str(why_no_mlp_kernel(c.x.new_zeros(5, 13, 40), c.gate, c.up, c.down))
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    free = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC, DimDynamic.STATIC])
+    many = mode.from_tensor(torch.empty(72, 40), symbolic_context=free)
+    # A number in the text would be one for the graph as well.
+    assert "more than 64 rows" in str(why_no_mlp_kernel(many, c.gate, c.up, c.down))
+    assert many.shape[0].node.maybe_as_int() is None  # type: ignore[attr-defined]
+    assert "more than 64 rows" in str(why_no_mlp_kernel(c.x.new_zeros(5, 13, 40), c.gate, c.up, c.down))
 
 
 def test_where_the_fused_kernel_is_taken() -> None:

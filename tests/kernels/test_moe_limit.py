@@ -475,7 +475,7 @@ def test_why_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
             ]
 
         assert why_no_limit_kernel(*on_cuda(65), 8, 0) is None
-        assert "65 rows share a budget" in str(why_no_limit_kernel(*on_cuda(65), 8, 4))
+        assert "more than 64 rows share a budget" in str(why_no_limit_kernel(*on_cuda(65), 8, 4))
         assert why_no_limit_kernel(*on_cuda(64), 8, 4) is None
         assert "3 of 257 experts" in str(why_no_limit_kernel(*on_cuda(3)[:2], None, 257, 0))
         assert "float64" in str(why_no_limit_kernel(*on_cuda(3, torch.float64), 8, 0))
