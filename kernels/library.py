@@ -758,7 +758,8 @@ def mlp_sparse(
 
     The activation (of ``gate``, or of ``up`` where there is no gate) is computed for all F channels. Rows of ``up`` (behind a
     gate) and columns of ``down`` are read for channels that some row keeps. On CPU, where copying those takes longer than
-    computing all from a tenth of the channels on, the others count as 0, and their weights must be finite.
+    computing all from a tenth of the channels on, the others count as 0. Weights must be finite: a row that skips a channel which
+    another row keeps may multiply its 0 by them.
 
     Args:
         x .. activation: as for :func:`mlp`.

@@ -17,7 +17,7 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 from spec_compile.kernels import library
 from spec_compile.kernels.block_mass import block_mass_without_host
 from spec_compile.kernels.blocks import hidden_threshold, live_blocks_reference
-from spec_compile.kernels.mlp import activated, kept_channels, mlp_reference
+from spec_compile.kernels.mlp import first_activations, kept_channels, masked, mlp_reference
 from spec_compile.kernels.moe import gated, moe_route_reference, wide_dtype
 from spec_compile.kernels.moe_limit import moe_limit_reference
 from spec_compile.kernels.selection import select_blocks_without_host, summarize_blocks
@@ -223,10 +223,9 @@ def _mlp_sparse(
 ) -> Tensor:  # fmt: skip
     """Every channel is computed, and those not kept are zeroed: the bits of the dense layer in an exact step."""
     rows = x.reshape(-1, x.shape[-1])
-    acted = activated(linear(rows, up, up_bias) if gate is None else linear(rows, gate, gate_bias), activation)
+    acted = first_activations(rows, gate, up, gate_bias, up_bias, activation)
     kept = kept_channels(acted.to(wide_dtype(x.dtype)), threshold, keep, joint) | (switch == 0)
-    inner = acted if gate is None else acted * linear(rows, up, up_bias)
-    return linear(torch.where(kept, inner, 0), down, down_bias).reshape(*x.shape[:-1], down.shape[0])
+    return masked(x, acted, kept, None if gate is None else linear(rows, up, up_bias), down, down_bias)
 
 
 BODIES: dict[Any, Callable[..., Any]] = {
