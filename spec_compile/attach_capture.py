@@ -14,7 +14,7 @@ from spec_compile.kernels.blocks import visible
 from spec_compile.logs import logger
 from spec_compile.plan import SparsityPlan
 from spec_compile.state import SparseSwitch
-from spec_compile.step_graph import StepGraph, why_not_captured
+from spec_compile.step_graph import StepGraphs, why_not_captured
 
 
 class _Handle(Protocol):
@@ -37,11 +37,9 @@ class CapturedSteps:
 
     def __init__(self, handle: _Handle) -> None:
         self._handle = handle
-        # The rows of a padding would take part in the selection.
-        self._rows_vote = handle.plan.rows_vote
         self._windows = mask_windows(handle.model)
         self._outputs: Any = None
-        self._step: StepGraph | None = None
+        self._steps: StepGraphs | None = None
         self._cache: Any = None
         self._off = False
         self._lock = threading.Lock()
@@ -60,32 +58,32 @@ class CapturedSteps:
         Raises:
             CacheError: the cache is too short.
         """
-        ids, cache, switch = given["input_ids"], given["past_key_values"], self._handle.switch
+        ids, cache = given["input_ids"], given["past_key_values"]
         rows, room = ids.shape[1], self._handle.draft_len + 1
-        padded_and_sparse = self._rows_vote and switch is not None and switch.sparse and rows < room
         hidden = getattr(self._handle.model.config, "output_hidden_states", False)
-        if self._off or self._outputs is None or rows > room or padded_and_sparse or hidden:
+        if self._off or self._outputs is None or rows > room or hidden:
             return None
         with self._lock:
             if cache is not self._cache:
-                self._step = self._new_step(cache, ids.shape[0], room)
+                self._steps = self._new_steps(cache, ids.shape[0], room)
                 self._cache = cache
-            if self._step is None:
+            if self._steps is None:
                 return None
-            held = self._step.held()
-            if not self._step.fits(held) or not is_plain_step(given, held, self._windows):
+            step = self._steps.of(rows)
+            held = step.held()
+            if not step.fits(held) or not is_plain_step(given, held, self._windows):
                 return None
             try:
-                logits = self._step(ids, held)
+                logits = step(ids, held)
             except CacheError:
                 raise
             except (SpecCompileError, torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit) as error:
-                self._off, self._step = True, None
+                self._off, self._steps = True, None
                 logger.warning("cudagraphs=True: steps are compiled, but not captured: %s", str(error).strip().split("\n", 1)[0])
                 return None
         return self._outputs(logits=logits, past_key_values=cache)
 
-    def _new_step(self, cache: Any, batch: int, rows: int) -> StepGraph | None:
+    def _new_steps(self, cache: Any, batch: int, rows: int) -> StepGraphs | None:
         reason = why_not_captured(self._handle.model, cache)
         if reason is not None:
             logger.warning("cudagraphs=True: steps are compiled, but not captured: %s", reason)
@@ -96,7 +94,9 @@ class CapturedSteps:
             logits: Tensor = run(input_ids=input_ids, past_key_values=cache, use_cache=True).logits
             return logits
 
-        return StepGraph(logits_of, self._handle.model, cache, batch, rows, self._handle.switch)
+        # The rows of a padding would take part in the selection.
+        vote = self._handle.plan.rows_vote
+        return StepGraphs(logits_of, self._handle.model, cache, batch, rows, self._handle.switch, vote)
 
 
 def mask_windows(model: Any) -> dict[str, int | None]:

@@ -141,7 +141,8 @@ class RowVerify:
     Args:
         model: a transformers causal LM in eval mode whose forward takes ``position_ids``.
         cache: a ``RowCache``.
-        options: of the backend. With ``cudagraphs`` steps on a CUDA device are captured once for each of ``sizes``.
+        options: of the backend. With ``cudagraphs`` steps on a CUDA device are captured once for each of ``sizes``; sparse ones
+            in which the rows of a padding would weigh, once for each number of rows that is met.
         sizes: numbers of rows that captured steps run; a step of fewer is filled up.
         keep_hidden: leave the last hidden states of each step in ``hidden``, ``[B, T, H]``, overwritten by the next step.
 
@@ -227,8 +228,10 @@ class RowVerify:
             raise OptionsError(f"a step of {rows} rows; this function was made for up to {self.sizes[-1]}")
         held = [n for n, count in zip(self.cache.lengths, counts) if count >= 0]
         full = next(size for size in self.sizes if size >= rows)
-        uneven = self.padding_votes and sparse and rows < full
-        captured = self._capture and not uneven and max(self.cache.lengths) + full <= self.cache.capacity
+        if self.padding_votes and sparse and rows not in self.sizes:
+            # A single row would be a graph of its own, and costs a step of two as much.
+            full = max(2, rows)
+        captured = self._capture and max(self.cache.lengths) + full <= self.cache.capacity
         if held and max(held) + rows > self.cache.capacity:
             self.cache.require_room(rows)
         try:
@@ -253,11 +256,11 @@ class RowVerify:
         shape = self._shape(parents, columns, full or columns + 1)
         if full is not None:
             if full not in self._captured:
-                call = functools.partial(self._call, self._step.run(full))
-                self._captured[full] = CapturedRows(call, self.model, self.cache, batch, full, self.switch)
+                symbolic = full not in self.sizes
+                call = functools.partial(self._call, self._step.run(None if symbolic else full))
+                self._captured[full] = CapturedRows(call, self.model, self.cache, batch, full, self.switch, symbolic)
             return self._logits(self._captured[full](last, drafts, counts, shape))
         if not columns:
-            # A single row would be a graph of its own, and costs a step of two as much.
             drafts, shape = torch.zeros(batch, 1, dtype=torch.int64), self._shape(None, 1, 2)
         ids = torch.cat([torch.tensor(last)[:, None].to(self._device), drafts.to(self._device)], 1)
         torch._dynamo.maybe_mark_dynamic(ids, 1)
@@ -313,12 +316,21 @@ class CapturedRows(StepGraph):
     """A step of a fixed number of rows, captured once and replayed; its buffers are filled by at most three copies."""
 
     def __init__(
-        self, call: Callable[..., Tensor], model: Any, cache: Any, batch: int, rows: int, switch: SparseSwitch | None
+        self,
+        call: Callable[..., Tensor],
+        model: Any,
+        cache: Any,
+        batch: int,
+        rows: int,
+        switch: SparseSwitch | None,
+        symbolic: bool = False,
     ) -> None:
-        super().__init__(call, model, cache, batch, rows, switch)
+        super().__init__(call, model, cache, batch, rows, switch, symbolic)
         with torch.inference_mode(False):
             self._counts = torch.zeros(batch, dtype=torch.int64, device=self._device)
             self._shape = torch.zeros(rows, 2, dtype=torch.int64, device=self._device)
+        if symbolic:
+            torch._dynamo.maybe_mark_dynamic(self._shape, 0)
         self._shaped: Tensor | None = None
 
     def __call__(self, last: Sequence[int], drafts: Tensor, counts: Sequence[int], shape: Tensor) -> Tensor:  # type: ignore[override]

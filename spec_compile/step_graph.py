@@ -53,10 +53,18 @@ class StepGraph:
         model, cache: on one CUDA device; the cache has static layers.
         batch, rows: shape of a step.
         switch: of a sparse plan.
+        symbolic: whether to share a compiled graph with other numbers of rows from 2, instead of one for ``rows`` alone.
     """
 
     def __init__(
-        self, run: Callable[..., Tensor], model: Any, cache: Any, batch: int, rows: int, switch: SparseSwitch | None = None
+        self,
+        run: Callable[..., Tensor],
+        model: Any,
+        cache: Any,
+        batch: int,
+        rows: int,
+        switch: SparseSwitch | None = None,
+        symbolic: bool = False,
     ) -> None:
         self._run, self._model, self._cache, self.rows = run, model, cache, rows
         layers = cache.layers
@@ -73,6 +81,8 @@ class StepGraph:
         with torch.inference_mode(False):
             self._ids = torch.zeros(batch, rows, dtype=torch.int64, device=self._device)
             self._surplus = torch.zeros((), dtype=kind, device=self._device)
+        if symbolic and rows > 1:
+            torch._dynamo.maybe_mark_dynamic(self._ids, 1)
         self._filled, self._told = 0, False
         self._graph: torch.cuda.CUDAGraph | None = None
         self._state: tuple[Any, ...] = ()
@@ -220,6 +230,39 @@ class StepGraph:
         if counted is not None and length is self._lengths[0] and counted.version == length._version:
             return int(counted.tokens)
         return int(length)
+
+
+class StepGraphs:
+    """Captured steps over one cache: one for all numbers of rows, by padding, and where the rows of a padding would take part in
+    what a sparse step reads, one for each number of rows, captured when first met.
+
+    Args:
+        run, model, cache, batch, switch: see :class:`StepGraph`.
+        rows: most rows of a step.
+        rows_vote: of the plan.
+    """
+
+    def __init__(
+        self,
+        run: Callable[..., Tensor],
+        model: Any,
+        cache: Any,
+        batch: int,
+        rows: int,
+        switch: SparseSwitch | None = None,
+        rows_vote: bool = False,
+    ) -> None:
+        self._run, self._model, self._cache, self._batch, self._rows, self._switch = run, model, cache, batch, rows, switch
+        self._rows_vote = rows_vote and switch is not None
+        self._steps: dict[int, StepGraph] = {}
+
+    def of(self, rows: int) -> StepGraph:
+        """The step that ``rows`` rows run as, in the mode that the switch says."""
+        own = self._rows_vote and self._switch is not None and self._switch.sparse
+        size = rows if own else self._rows
+        if size not in self._steps:
+            self._steps[size] = StepGraph(self._run, self._model, self._cache, self._batch, size, self._switch, size < self._rows)
+        return self._steps[size]
 
 
 def why_not_captured(model: Any, cache: Any) -> str | None:

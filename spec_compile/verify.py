@@ -20,7 +20,7 @@ from spec_compile.logs import logger
 from spec_compile.options import Options, disabled
 from spec_compile.plan import SparsityPlan
 from spec_compile.report import RewriteReport
-from spec_compile.step_graph import StepGraph, why_not_captured
+from spec_compile.step_graph import StepGraph, StepGraphs, why_not_captured
 
 _numbers = itertools.count()
 
@@ -48,9 +48,9 @@ def compile_verify(
             of feed-forward layers are stored by channels from here on: in place, ``restore(model)`` undoes it.
         strict: raise where an attention is refused, instead of warning.
         cudagraphs: on a CUDA device, capture the whole step and replay it: every call then runs ``draft_len + 1`` rows
-            (fewer are padded) and costs one launch. The model's weights must keep their storage. Calls with position_ids or
-            attention_mask run compiled, but not captured; so do sparse steps of fewer rows, since the padding would take part in
-            the selection.
+            (fewer are padded) and costs one launch. Where padding would take part in a sparse step's selection, a step is
+            captured for each number of rows, when first met. Calls with position_ids or attention_mask run compiled, but not
+            captured.
         options: further backend options.
 
     Returns:
@@ -80,9 +80,8 @@ class VerifyFunction:
         self._sink = options.on_report
         plan = options.plan
         self._switch = None if plan.exact else switch_of(plan)
-        self._rows_vote = plan.rows_vote
         store_for(plan, model)
-        self._step_graph: StepGraph | None = None
+        self._steps: StepGraphs | None = None
         self._capture = options.cudagraphs and not disabled()
         if self._capture and (reason := why_not_captured(model, cache)) is not None:
             logger.warning("cudagraphs=True: steps are compiled, but not captured: %s", reason)
@@ -128,17 +127,17 @@ class VerifyFunction:
         rows = self._check(input_ids, sparse)
         if self._switch is not None:
             self._switch.set(sparse is not False)
-        # The rows of a padding would score blocks, count among the recent ones, and vote for experts and channels.
-        sparse_and_padded = self._rows_vote and sparse is not False and rows <= self.draft_len
-        if self._capture and not sparse_and_padded and position_ids is None and attention_mask is None:
-            if self._step_graph is None:
-                self._step_graph = StepGraph(
-                    self._run, self.model, self.cache, input_ids.shape[0], self.draft_len + 1, self._switch
-                )
-            held = self._step_graph.held()
-            if self._step_graph.fits(held):
-                return self._replay(self._step_graph, input_ids, held)
-            self._step_graph.require_slots(held, rows)
+        if self._capture and position_ids is None and attention_mask is None:
+            if self._steps is None:
+                # The rows of a padding would score blocks, count among the recent ones, and vote for experts and channels.
+                vote = self._options.plan.rows_vote
+                most = self.draft_len + 1
+                self._steps = StepGraphs(self._run, self.model, self.cache, input_ids.shape[0], most, self._switch, vote)
+            step = self._steps.of(rows)
+            held = step.held()
+            if step.fits(held):
+                return self._replay(step, input_ids, held)
+            step.require_slots(held, rows)
         return self._call(input_ids, position_ids, attention_mask)
 
     @torch.no_grad()

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import spec_compile as sc
-from spec_compile import attach_capture
+from spec_compile import attach_capture, step_graph
 from spec_compile.attach_calls import cache_kind
 from spec_compile.attach_capture import is_plain_step, mask_windows
 from spec_compile.errors import CacheError, OptionsError, PlanError, StrictError
@@ -535,7 +535,8 @@ def test_captured_steps_stand_in_for_plain_calls_only(monkeypatch: pytest.Monkey
     class Step:
         made = 0
 
-        def __init__(self, run: Any, model: Any, cache: Any, batch: int, rows: int, switch: Any) -> None:
+        def __init__(self, run: Any, model: Any, cache: Any, batch: int, rows: int, switch: Any, symbolic: bool) -> None:
+            assert not symbolic
             self.model, self.cache, self.rows = model, cache, rows
             Step.made += 1
 
@@ -551,7 +552,7 @@ def test_captured_steps_stand_in_for_plain_calls_only(monkeypatch: pytest.Monkey
             self.cache.crop(ids.shape[1] - self.rows)
             return logits[:, : ids.shape[1]]
 
-    monkeypatch.setattr(attach_capture, "StepGraph", Step)
+    monkeypatch.setattr(step_graph, "StepGraph", Step)
     monkeypatch.setattr(attach_capture, "why_not_captured", lambda model, cache: None)
     model, ids = ready(**SHALLOW), prompt(50)
     expected = generate(model, ids, return_dict_in_generate=True, prompt_lookup_num_tokens=8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -82,6 +83,26 @@ def test_audited_tokens_are_the_models(batch: int) -> None:
     assert out.tokens == greedy()[:batch]
     assert out.metrics.forwards["sparse"] > 0 and out.metrics.forwards["audit"] > 0
     assert out.metrics.density is not None and out.metrics.density < 1
+
+
+@pytest.mark.parametrize("mode", ["sparse", "audited"])
+def test_rows_that_weigh_are_captured_by_their_number(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mean over rows knows repeated ones: steps of fewer rows are captured as they are, each once."""
+    captures: list[int] = []
+    capture = CapturedRows._capture
+    monkeypatch.setattr(CapturedRows, "_capture", lambda self, state: (captures.append(self.rows), capture(self, state))[1])
+    plan = dataclasses.replace(PLAN, attention=dataclasses.replace(PLAN.attention, query="mean"))
+    drafter = PromptLookup(max_drafts=6)
+    runs = [
+        sc.generate(
+            model_of(), [prompts()[0]], drafter=drafter, plan=plan, mode=mode, max_new_tokens=NEW, cudagraphs=captured
+        ).tokens
+        for captured in (False, True)
+    ]
+    assert runs[0] == runs[1]
+    assert len(captures) == len(set(captures)) > 1
+    if mode == "audited":
+        assert runs[0] == greedy()[:1]
 
 
 def test_trees_move_their_paths_between_captured_steps() -> None:
