@@ -52,6 +52,16 @@ def pays(rows: int, columns: Sequence[int], size: int) -> bool:
     return len(columns) > 1 and (rows <= 64 or (rows <= MAX_ROWS and sum(columns) <= 8192))
 
 
+def fewest_launches(x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> list[Tensor]:
+    """``linear(x, w, b)`` for each weight, in one launch where that pays."""
+    rows = x.numel() // x.shape[-1]
+    given = [bias for bias in biases if bias is not None]
+    whole = len(given) in (0, len(weights)) and all(why_not(x, w, b) is None for w, b in zip(weights, biases))
+    if whole and pays(rows, [len(weight) for weight in weights], x.shape[-1]):
+        return linears(x, weights, given)
+    return [linear(x, weight, bias) for weight, bias in zip(weights, biases)]
+
+
 def linears(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> list[Tensor]:
     """See :func:`spec_compile.kernels.library.linears`."""
     given: list[Tensor | None] = [*biases] if biases else [None] * len(weights)

@@ -16,7 +16,9 @@ from torch import Tensor
 from torch.nn.functional import gelu, linear, relu, silu
 
 from spec_compile.kernels import availability
+from spec_compile.kernels.linears import fewest_launches
 from spec_compile.kernels.moe import wide_dtype
+from spec_compile.kernels.step_mode import known_exact
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 # Bounds of the kernels: rows a call, channels.
@@ -217,12 +219,35 @@ def mlp(
     return run(x, gate, up, down, gate_bias, up_bias, down_bias, activation)
 
 
+def mlp_exact(
+    x: Tensor, gate: Tensor | None, up: Tensor, down: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None,
+    down_bias: Tensor | None, activation: str,
+) -> Tensor:  # fmt: skip
+    """Arguments and result of :func:`mlp`, by what serves the layer in a graph without a plan: the fused kernel where it is
+    faster, else linear calls, those of few rows in one launch.
+    """
+    if x.device.type != "cuda":
+        return mlp_reference(x, gate, up, down, gate_bias, up_bias, down_bias, activation)
+    if why_no_mlp_kernel(x, gate, up, down, gate_bias, up_bias, down_bias) is None:
+        capability = availability.capability(x.device)
+        if why_not_faster(rows_of(x), up.shape[0], up.shape[1], up.itemsize, capability, gate is not None) is None:
+            return mlp(x, gate, up, down, gate_bias, up_bias, down_bias, activation)
+    if gate is None:
+        inner = activated(fewest_launches(x, [up], [up_bias])[0], activation)
+    else:
+        first, second = fewest_launches(x, [gate, up], [gate_bias, up_bias])
+        inner = activated(first, activation) * second
+    return fewest_launches(inner, [down], [down_bias])[0]
+
+
 def mlp_sparse(
     x: Tensor, gate: Tensor | None, up: Tensor, down: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None,
     down_bias: Tensor | None, activation: str, switch: Tensor, threshold: float, keep: int, joint: bool,
 ) -> Tensor:  # fmt: skip
     """See :func:`spec_compile.kernels.library.mlp_sparse`."""
     run: Any = mlp_sparse_gathered if x.device.type == "cpu" else mlp_sparse_reference
+    if known_exact():
+        return mlp_exact(x, gate, up, down, gate_bias, up_bias, down_bias, activation)
     if x.numel() and why_no_sparse_kernel(x, gate, up, down, gate_bias, up_bias, down_bias) is None:
         from spec_compile.kernels.mlp_sparse_triton import mlp_sparse_triton
 

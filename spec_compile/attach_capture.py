@@ -94,9 +94,7 @@ class CapturedSteps:
             logits: Tensor = run(input_ids=input_ids, past_key_values=cache, use_cache=True).logits
             return logits
 
-        # The rows of a padding would take part in the selection.
-        vote = self._handle.plan.rows_vote
-        return StepGraphs(logits_of, self._handle.model, cache, batch, rows, self._handle.switch, vote)
+        return StepGraphs(logits_of, self._handle.model, cache, batch, rows, self._handle.switch, self._handle.plan)
 
 
 def mask_windows(model: Any) -> dict[str, int | None]:

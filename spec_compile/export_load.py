@@ -12,6 +12,7 @@ from torch import Tensor
 
 from spec_compile import _compat
 from spec_compile.errors import ArtefactError, CacheError, OptionsError
+from spec_compile.kernels.step_mode import launching
 from spec_compile.logs import logger
 from spec_compile.manifest import Manifest, Value, read_manifest
 
@@ -288,7 +289,8 @@ class LoadedVerify:
         for value in self.manifest.inputs:
             if value.role in ("gate", "sparse"):
                 inputs[value.name] = self._switch(value.role, sparse is not False)
-        logits = self._run(inputs)
+        with launching(exact=sparse is False):
+            logits = self._run(inputs)
         self.cache._advance(rows)
         return logits
 

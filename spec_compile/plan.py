@@ -378,6 +378,11 @@ class SparsityPlan:
         limits = self.moe is not None and self.moe.expert_budget is not None
         return selects or limits or (self.ffn is not None and self.ffn.rows_vote)
 
+    @property
+    def two_captures(self) -> bool:
+        """Whether exact steps launch other kernels than sparse ones, and not the same with a switch."""
+        return self.ffn is not None and not self.ffn.exact
+
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types; sections that are None are left out."""
         raw = dataclasses.asdict(self)

@@ -179,7 +179,7 @@ class RowVerify:
         )
         self.padding_votes = weighs or any(counts)
         # With the cache, so that the next generation over it need not capture again.
-        self._captured: dict[int, CapturedRows] = cache.captured.setdefault(self._step, {})
+        self._captured: dict[tuple[int, bool], CapturedRows] = cache.captured.setdefault(self._step, {})
         self._capture = options.cudagraphs and not disabled()
         if self._capture and (reason := why_not_captured(model, cache)) is not None:
             logger.warning("cudagraphs=True: steps are compiled, but not captured: %s", reason)
@@ -255,11 +255,12 @@ class RowVerify:
         batch, columns = drafts.shape
         shape = self._shape(parents, columns, full or columns + 1)
         if full is not None:
-            if full not in self._captured:
+            key = (full, self.switch is not None and self.switch.sparse and self._step.options.plan.two_captures)
+            if key not in self._captured:
                 symbolic = full not in self.sizes
                 call = functools.partial(self._call, self._step.run(None if symbolic else full))
-                self._captured[full] = CapturedRows(call, self.model, self.cache, batch, full, self.switch, symbolic)
-            return self._logits(self._captured[full](last, drafts, counts, shape))
+                self._captured[key] = CapturedRows(call, self.model, self.cache, batch, full, self.switch, symbolic)
+            return self._logits(self._captured[key](last, drafts, counts, shape))
         if not columns:
             drafts, shape = torch.zeros(batch, 1, dtype=torch.int64), self._shape(None, 1, 2)
         ids = torch.cat([torch.tensor(last)[:, None].to(self._device), drafts.to(self._device)], 1)

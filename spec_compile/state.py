@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from spec_compile.errors import CacheError
+from spec_compile.kernels.step_mode import launching
 from spec_compile.passes.state_inputs import StateInput
 
 # More tokens than any cache holds: every block is kept.
@@ -154,7 +155,8 @@ def bind_state(run: Callable[..., Any], inputs: Sequence[StateInput], switch: Sp
         else:
             for found in held.values():
                 found.distrust_if_written()
-        result = run(*args, *extra)
+        with launching(exact=not switch.sparse):
+            result = run(*args, *extra)
         for found in held.values():
             found.trust()
         return result

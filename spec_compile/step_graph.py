@@ -15,7 +15,10 @@ from torch import Tensor
 
 from spec_compile.errors import CacheError, SpecCompileError
 from spec_compile.logs import logger
+from spec_compile.plan import SparsityPlan
 from spec_compile.state import BlockSummaries, SparseSwitch, any_summaries
+
+_EXACT = SparsityPlan()
 
 
 class _Registrations:
@@ -234,12 +237,13 @@ class StepGraph:
 
 class StepGraphs:
     """Captured steps over one cache: one for all numbers of rows, by padding, and where the rows of a padding would take part in
-    what a sparse step reads, one for each number of rows, captured when first met.
+    what a sparse step reads, one for each number of rows, captured when first met. Exact and sparse steps share one, which reads
+    the switch, unless exact ones launch other kernels.
 
     Args:
         run, model, cache, batch, switch: see :class:`StepGraph`.
         rows: most rows of a step.
-        rows_vote: of the plan.
+        plan: what sparse steps leave out.
     """
 
     def __init__(
@@ -250,19 +254,20 @@ class StepGraphs:
         batch: int,
         rows: int,
         switch: SparseSwitch | None = None,
-        rows_vote: bool = False,
+        plan: SparsityPlan = _EXACT,
     ) -> None:
         self._run, self._model, self._cache, self._batch, self._rows, self._switch = run, model, cache, batch, rows, switch
-        self._rows_vote = rows_vote and switch is not None
-        self._steps: dict[int, StepGraph] = {}
+        self._plan = plan
+        self._steps: dict[tuple[int, bool], StepGraph] = {}
 
     def of(self, rows: int) -> StepGraph:
         """The step that ``rows`` rows run as, in the mode that the switch says."""
-        own = self._rows_vote and self._switch is not None and self._switch.sparse
-        size = rows if own else self._rows
-        if size not in self._steps:
-            self._steps[size] = StepGraph(self._run, self._model, self._cache, self._batch, size, self._switch, size < self._rows)
-        return self._steps[size]
+        sparse = self._switch is not None and self._switch.sparse
+        size = rows if sparse and self._plan.rows_vote else self._rows
+        key = (size, sparse and self._plan.two_captures)
+        if key not in self._steps:
+            self._steps[key] = StepGraph(self._run, self._model, self._cache, self._batch, size, self._switch, size < self._rows)
+        return self._steps[key]
 
 
 def why_not_captured(model: Any, cache: Any) -> str | None:

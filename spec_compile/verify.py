@@ -129,10 +129,8 @@ class VerifyFunction:
             self._switch.set(sparse is not False)
         if self._capture and position_ids is None and attention_mask is None:
             if self._steps is None:
-                # The rows of a padding would score blocks, count among the recent ones, and vote for experts and channels.
-                vote = self._options.plan.rows_vote
-                most = self.draft_len + 1
-                self._steps = StepGraphs(self._run, self.model, self.cache, input_ids.shape[0], most, self._switch, vote)
+                plan, most = self._options.plan, self.draft_len + 1
+                self._steps = StepGraphs(self._run, self.model, self.cache, input_ids.shape[0], most, self._switch, plan)
             step = self._steps.of(rows)
             held = step.held()
             if step.fits(held):

@@ -106,6 +106,27 @@ def test_captured_steps_of_both_modes(plan: AttentionPlan) -> None:
     assert sum(report.kind == "verify" for report in a.reports) <= 3
 
 
+@pytest.mark.parametrize("plan", [sc.FfnPlan(threshold=0.2), sc.FfnPlan(budget=0.1)], ids=["threshold", "budget"])
+def test_captured_steps_that_skip_channels(plan: sc.FfnPlan) -> None:
+    """Exact steps are a capture of their own, and those of a function without a plan."""
+    model = model_of()
+    caches = [filled(model) for _ in range(3)]
+    both = SparsityPlan(attention=PLANS["16-all"], ffn=plan)
+    a, b = (
+        sc.compile_verify(model, cache, draft_len=8, plan=both, strict=True, cudagraphs=graphs)
+        for cache, graphs in zip(caches, (True, False))
+    )
+    exact = verifier(model, caches[2], None)
+    for step in range(9):
+        tokens, sparse = ids((9, 4)[step % 2], step), step % 3 != 1
+        found = a(tokens, sparse=sparse)
+        assert near(found, b(tokens, sparse=sparse)) and near(found, exact(tokens)) != sparse
+        for mine in caches[:2]:
+            for layer, other in zip(mine.layers, caches[2].layers):
+                layer.keys.copy_(other.keys), layer.values.copy_(other.values)
+    sc.restore(model)
+
+
 def test_captured_steps_notice_other_writers() -> None:
     plan = PLANS["8-all"]
     model = model_of()

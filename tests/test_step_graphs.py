@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 import spec_compile as sc
-from spec_compile import AttentionPlan, MoePlan, SparsityPlan, row_verify, step_graph, verify
+from spec_compile import AttentionPlan, FfnPlan, MoePlan, SparsityPlan, row_verify, step_graph, verify
 from spec_compile.backend import switch_of
 from spec_compile.errors import CacheError
+from spec_compile.kernels import mlp
 from spec_compile.models.row_cache import RowCache, sequence_cache
 from spec_compile.models.zoo import VOCAB, build
 from spec_compile.options import Options
@@ -102,10 +103,37 @@ def test_sparse_steps_run_their_own_number_of_rows(steps: Steps) -> None:
 
 @pytest.mark.parametrize("plan", [None, SparsityPlan(moe=MoePlan(ratio=0.1))])
 def test_where_rows_have_no_vote_all_steps_share_one(plan: SparsityPlan | None) -> None:
-    switch, vote = (None, False) if plan is None else (switch_of(plan), plan.rows_vote)
+    switch, given = (None, ()) if plan is None else (switch_of(plan), (plan,))
     model = build("llama", "sdpa", **SHALLOW)
-    shared = StepGraphs(lambda *args: args[0], model, sc.VerifyCache(model, 40), 1, 9, switch, vote)
+    shared = StepGraphs(lambda *args: args[0], model, sc.VerifyCache(model, 40), 1, 9, switch, *given)
     assert len({id(shared.of(rows)) for rows in (1, 4, 9)}) == 1 and shared.of(2).rows == 9
+
+
+def test_where_exact_steps_launch_other_kernels_each_mode_has_its_own(steps: Steps) -> None:
+    model = build("llama", "sdpa", **SHALLOW)
+    caches = [sc.VerifyCache(model, 200) for _ in range(2)]
+    plan = SparsityPlan(ffn=FfnPlan(threshold=0.3))
+    captured = sc.compile_verify(model, caches[0], draft_len=8, plan=plan, codegen="eager", cudagraphs=True)
+    plain = sc.compile_verify(model, caches[1], draft_len=8, codegen="eager")
+    for seed, sparse in enumerate([False, True, False, True]):
+        ids = tokens(5, seed)
+        equal = near(captured(ids, sparse=sparse), plain(ids))
+        assert equal != sparse
+        for mine, other in zip(caches[0].layers, caches[1].layers):
+            mine.keys.copy_(other.keys), mine.values.copy_(other.values)
+    assert steps.made == [(9, False), (9, False)] and steps.ran == [9] * 4
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+def test_operators_know_of_exact_steps_on_the_host(sparse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that no exact step launches what could skip channels."""
+    known: list[bool] = []
+    own = mlp.known_exact
+    monkeypatch.setattr(mlp, "known_exact", lambda: (known.append(own()), own())[1])
+    model = build("llama", "sdpa", **SHALLOW)
+    plan = SparsityPlan(ffn=FfnPlan(threshold=0.3))
+    sc.compile_verify(model, sc.VerifyCache(model, 40), plan=plan, codegen="eager")(tokens(5, 0), sparse=sparse)
+    assert known == [not sparse] * 2
 
 
 def test_the_end_of_a_cache_is_reached_row_by_row(steps: Steps) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
@@ -14,9 +15,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from spec_compile.kernels import library
+from spec_compile.kernels import availability, library
 from spec_compile.kernels.mlp import (
     ACTIVATIONS,
+    mlp_exact,
     mlp_reference,
     mlp_sparse_gathered,
     mlp_sparse_reference,
@@ -25,6 +27,7 @@ from spec_compile.kernels.mlp import (
     why_no_sparse_kernel,
     why_not_faster,
 )
+from spec_compile.kernels.step_mode import known_exact, launching
 
 
 @dataclass(frozen=True)
@@ -456,6 +459,74 @@ def test_where_the_fused_kernel_is_taken() -> None:
     assert "1536 x 576" in str(why_not_faster(8, 1536, 576, 2, 90))
     assert "16-bit" in str(why_not_faster(8, 14336, 4096, 4, 90))
     assert "two first weights" in str(why_not_faster(8, 14336, 4096, 2, 90, gated=False))
+
+
+def test_a_step_known_to_be_exact_reads_no_switch() -> None:
+    """Nor channels: it is the layer of a graph without a plan, bit for bit on CPU. Other threads and later steps know nothing."""
+    c = make(Spec(rows=9))
+    dense = library.mlp(*c.tensors, c.activation)
+    before = library.mlp_sparse(*c.tensors, c.activation, ON, 0.3, 0, False)
+    elsewhere: list[bool] = []
+    with launching(exact=True):
+        assert torch.equal(library.mlp_sparse(*c.tensors, c.activation, ON, 0.3, 0, False), dense)
+        thread = threading.Thread(target=lambda: elsewhere.append(known_exact()))
+        thread.start()
+        thread.join()
+        with launching(exact=False):
+            assert torch.equal(library.mlp_sparse(*c.tensors, c.activation, ON, 0.3, 0, False), before)
+        assert known_exact()
+    assert elsewhere == [False] and not known_exact() and not torch.equal(dense, before)
+    assert torch.equal(library.mlp_sparse(*c.tensors, c.activation, ON, 0.3, 0, False), before)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+def test_exact_steps_on_a_gpu_take_linear_calls_or_the_fused_kernel(
+    gated: bool, bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the rule for graphs without a plan; devices are made up, the products are computed here."""
+    c = make(Spec(rows=9, gated=gated, bias=bias))
+    launches: list[int] = []
+
+    class Elsewhere(Tensor):
+        @property
+        def device(self) -> torch.device:  # type: ignore[override]
+            return torch.device("cuda:0")
+
+    def linears(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> list[Tensor]:
+        launches.append(len(weights))
+        return [torch.nn.functional.linear(x, w, biases[i] if biases else None) for i, w in enumerate(weights)]
+
+    monkeypatch.setattr("spec_compile.kernels.linears.why_not", lambda *given: None)
+    monkeypatch.setattr("spec_compile.kernels.linears.linears", linears)
+    monkeypatch.setattr(availability, "capability", lambda device: 90)
+    monkeypatch.setattr("spec_compile.kernels.mlp.why_no_mlp_kernel", lambda *given: None)
+    x = c.x.as_subclass(Elsewhere)
+    rest = [c.gate, c.up, c.down, c.gate_bias, c.up_bias, c.down_bias]
+    found = mlp_exact(x, *rest, c.activation).as_subclass(Tensor)
+    assert torch.allclose(found.double(), expected(c), atol=1e-5)
+    # Several weights of few rows always share a launch; one does where it is narrow.
+    assert launches == ([2, 1] if gated else [1, 1])
+    taken: list[str] = []
+    monkeypatch.setattr("spec_compile.kernels.mlp.why_not_faster", lambda *given: None)
+    monkeypatch.setattr("spec_compile.kernels.mlp.mlp", lambda *given: taken.append(given[-1]))
+    mlp_exact(x, *rest, c.activation)
+    assert taken == ["silu"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="no CUDA device")
+@pytest.mark.parametrize("rows", [1, 8, 9, 33])
+@pytest.mark.parametrize("stored_by", ["channels", "outputs"])
+@pytest.mark.parametrize("gated", [True, False])
+def test_exact_steps_at_full_size(rows: int, stored_by: str, gated: bool) -> None:
+    """The error is that of dense bfloat16, and the switch on the device says nothing."""
+    spec = Spec(rows=rows, hidden=4096, inner=14336, out=4096, gated=gated, stored_by=stored_by, dtype=torch.bfloat16)
+    c = make(spec)
+    tensors = [t if t is None else on(t, "cuda") for t in c.tensors]
+    with launching(exact=True):
+        out = library.mlp_sparse(*tensors, c.activation, ON.cuda(), 0.3, 0, False)
+    assert float((out.cpu().double() - expected(c)).norm() / expected(c).norm()) < 1e-2
 
 
 @pytest.mark.gpu
