@@ -12,7 +12,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit(do_not_specialize=["tiles"])
-def compact_kernel(LIST, COUNT, KEPT, TOTAL, tiles, WIDTH: tl.constexpr, TILES: tl.constexpr, PDL: tl.constexpr):
+def mlp_compact_kernel(LIST, COUNT, KEPT, TOTAL, tiles, WIDTH: tl.constexpr, TILES: tl.constexpr, PDL: tl.constexpr):
     """Copy the first ``COUNT[t]`` ids of each tile's ``WIDTH`` places in ``LIST`` behind those of the tiles before it, and store
     how many there are; a program has one tile."""
     tile = tl.program_id(0)

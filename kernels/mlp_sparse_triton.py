@@ -17,7 +17,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from spec_compile.kernels.contest_triton import running_sum
-from spec_compile.kernels.mlp_compact_triton import compact_kernel, compact_warps
+from spec_compile.kernels.mlp_compact_triton import compact_warps, mlp_compact_kernel
 from spec_compile.kernels.mlp_tiling import MlpTiling, choose_mlp_tiling
 from spec_compile.kernels.mlp_triton import Launches, activated, common_options, contiguous_bias, flat_rows, ordered_sum
 from spec_compile.kernels.moe_experts_triton import product
@@ -28,7 +28,7 @@ PAD = tl.constexpr(16)
 
 
 @triton.jit(do_not_specialize=["rows", "threshold"])
-def _activation_kernel(
+def _mlp_activation_kernel(
     X, W, BIAS, ACT, LIST, COUNT, SCORE, SWITCH, x_m, w_n, threshold, rows, hidden, inner,
     HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, BUDGET: tl.constexpr, JOINT: tl.constexpr, M: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, SWAP: tl.constexpr, PRECISION: tl.constexpr, AHEAD: tl.constexpr,
@@ -78,7 +78,7 @@ def _activation_kernel(
 
 
 @triton.jit(do_not_specialize=["keep"])
-def _contest_kernel(SCORE, KEPT, TOTAL, SWITCH, keep, inner, CHUNK: tl.constexpr, PDL: tl.constexpr):
+def _mlp_contest_kernel(SCORE, KEPT, TOTAL, SWITCH, keep, inner, CHUNK: tl.constexpr, PDL: tl.constexpr):
     """The ``keep`` channels with the largest scores, ties to the lowest, ascending; all in an exact step."""
     n = tl.arange(0, CHUNK)
     if PDL:
@@ -108,7 +108,7 @@ def _contest_kernel(SCORE, KEPT, TOTAL, SWITCH, keep, inner, CHUNK: tl.constexpr
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _kept_kernel(
+def _mlp_kept_kernel(
     X, W, BIAS, ACT, KEPT, TOTAL, INNER, x_m, w_n, h_m, rows, hidden, inner,
     GATED: tl.constexpr, HAS_BIAS: tl.constexpr, FILL: tl.constexpr, LEAST: tl.constexpr, M: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, EVEN: tl.constexpr, SWAP: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
@@ -148,7 +148,7 @@ def _kept_kernel(
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _sparse_down_kernel(
+def _mlp_sparse_down_kernel(
     INNER, W, KEPT, TOTAL, PARTS, w_f, h_m, rows, out,
     M: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr, SWAP: tl.constexpr, PRECISION: tl.constexpr,
     AHEAD: tl.constexpr, PDL: tl.constexpr,
@@ -227,7 +227,7 @@ def sparse_launches(
     pdl = {name: common[name] for name in ("PDL", "launch_pdl") if name in common}
     bind = functools.partial
     launches: Launches = [("activation", bind(
-        _activation_kernel[(tiles,)],
+        _mlp_activation_kernel[(tiles,)],
         flat, by, x if bias is None else bias, acts, listed, count, score, switch, flat.stride(0), by.stride(0), threshold,
         rows, hidden, inner, HAS_BIAS=bias is not None, ACTIVATION=activation, BUDGET=budget, JOINT=joint, BN=g.width, BK=g.depth,
         EVEN=hidden % g.depth == 0, SWAP=g.swap, AHEAD=g.ahead if g.ahead <= hidden else 0, num_warps=g.warps,
@@ -236,23 +236,24 @@ def sparse_launches(
     if budget:
         chunk = max(1024, triton.next_power_of_2(inner))
         launches.append(("contest", bind(
-            _contest_kernel[(1,)], score, kept, total, switch, keep, inner, CHUNK=chunk, num_warps=contest_warps(chunk), **pdl,
+            _mlp_contest_kernel[(1,)],
+            score, kept, total, switch, keep, inner, CHUNK=chunk, num_warps=contest_warps(chunk), **pdl,
         )))  # fmt: skip
     else:
         launches.append(("compact", bind(
-            compact_kernel[(tiles,)], listed, count, kept, total, tiles, WIDTH=g.width,
+            mlp_compact_kernel[(tiles,)], listed, count, kept, total, tiles, WIDTH=g.width,
             TILES=max(32, triton.next_power_of_2(tiles)), num_warps=compact_warps(tiles), **pdl,
         )))  # fmt: skip
     programs = triton.cdiv(inner, u.width)
     launches.append(("kept", bind(
-        _kept_kernel[(programs,)],
+        _mlp_kept_kernel[(programs,)],
         flat, up, x if up_bias is None else up_bias, acts, kept, total, between, flat.stride(0), up.stride(0), between.stride(0),
         rows, hidden, inner, GATED=gate is not None, HAS_BIAS=up_bias is not None, FILL=min(tiling.fill, programs),
         LEAST=min(tiling.least, u.width), BN=u.width, BK=u.depth, EVEN=hidden % u.depth == 0, SWAP=u.swap, num_warps=u.warps,
         num_stages=u.stages, **common,
     )))  # fmt: skip
     launches.append(("down", bind(
-        _sparse_down_kernel[(triton.cdiv(out, dn.width) * tiling.sparse_splits,)],
+        _mlp_sparse_down_kernel[(triton.cdiv(out, dn.width) * tiling.sparse_splits,)],
         between, down, kept, total, parts, down.stride(1), between.stride(0), rows, out, BN=dn.width, BK=dn.depth,
         SPLITS=tiling.sparse_splits, SWAP=dn.swap, AHEAD=dn.ahead, num_warps=dn.warps, num_stages=dn.stages, **common,
     )))  # fmt: skip

@@ -41,7 +41,7 @@ def activated(x, ACTIVATION: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _first_kernel(
+def _mlp_first_kernel(
     X, GATE, UP, GATE_BIAS, UP_BIAS, INNER, x_m, g_n, u_n, rows, hidden, inner,
     GATED: tl.constexpr, HAS_GATE_BIAS: tl.constexpr, HAS_UP_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, M: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, SWAP: tl.constexpr, PRECISION: tl.constexpr, AHEAD: tl.constexpr,
@@ -95,7 +95,7 @@ def _first_kernel(
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _down_kernel(
+def _mlp_down_kernel(
     INNER, W, PARTS, w_n, rows, inner, out,
     M: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, SPLITS: tl.constexpr, TRANSPOSED: tl.constexpr,
     SWAP: tl.constexpr, PRECISION: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
@@ -135,7 +135,9 @@ def _down_kernel(
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _sum_kernel(PARTS, BIAS, OUT, rows, out, HAS_BIAS: tl.constexpr, SPLITS: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr):
+def _mlp_sum_kernel(
+    PARTS, BIAS, OUT, rows, out, HAS_BIAS: tl.constexpr, SPLITS: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr
+):
     """The parts of a row in order, and the bias."""
     row = tl.program_id(1).to(tl.int64)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -166,7 +168,7 @@ def common_options(x: Tensor, tiling: MlpTiling) -> dict[str, Any]:
 def ordered_sum(parts: Tensor, bias: Tensor | None, out: Tensor, tiling: MlpTiling, pdl: bool) -> None:
     """``out`` ``[N, H']`` from ``parts`` float32 ``[splits, N, H']``."""
     splits, rows, columns = parts.shape
-    _sum_kernel[(triton.cdiv(columns, tiling.columns), rows)](
+    _mlp_sum_kernel[(triton.cdiv(columns, tiling.columns), rows)](
         parts, out if bias is None else bias, out, rows, columns, HAS_BIAS=bias is not None, SPLITS=splits, BN=tiling.columns,
         PDL=pdl, num_warps=max(1, min(4, tiling.columns // 128)), **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
@@ -195,7 +197,7 @@ def dense_launches(
     bind = functools.partial
     return result, [
         ("first", bind(
-            _first_kernel[(triton.cdiv(inner, channels),)],
+            _mlp_first_kernel[(triton.cdiv(inner, channels),)],
             flat, up if gate is None else gate, up, x if gate_bias is None else gate_bias, x if up_bias is None else up_bias,
             between, flat.stride(0), 0 if gate is None else gate.stride(0), up.stride(0), rows, hidden, inner,
             GATED=gate is not None, HAS_GATE_BIAS=gate_bias is not None, HAS_UP_BIAS=up_bias is not None, ACTIVATION=activation,
@@ -203,7 +205,7 @@ def dense_launches(
             AHEAD=first.ahead if first.ahead <= hidden else 0, num_warps=first.warps, num_stages=first.stages, **common,
         )),
         ("down", bind(
-            _down_kernel[(triton.cdiv(out, dn.width) * tiling.splits,)],
+            _mlp_down_kernel[(triton.cdiv(out, dn.width) * tiling.splits,)],
             between, down, parts, down.stride(1) if transposed else down.stride(0), rows, inner, out,
             BN=dn.width, BK=dn.depth, EVEN=inner % dn.depth == 0, SPLITS=tiling.splits, TRANSPOSED=transposed, SWAP=dn.swap,
             AHEAD=dn.ahead if dn.ahead <= inner else 0, num_warps=dn.warps, num_stages=dn.stages, **common,

@@ -345,32 +345,32 @@ def feed_forward() -> None:
             **of(first, hidden), "GATED": gated, "HAS_GATE_BIAS": bias and gated, "HAS_UP_BIAS": bias, "ACTIVATION": activation,
             "AHEAD": first.ahead if first.ahead <= hidden else 0,
         }  # fmt: skip
-        compiled(f"mlp first {name}", mlp_triton._first_kernel, kind, constants, first, chosen)
+        compiled(f"mlp first {name}", mlp_triton._mlp_first_kernel, kind, constants, first, chosen)
         for transposed in (False, True):
             constants = {**of(down, inner), "SPLITS": chosen.splits, "TRANSPOSED": transposed, "AHEAD": down.ahead}
-            compiled(f"mlp down {name} transposed {transposed}", mlp_triton._down_kernel, kind, constants, down, chosen)
+            compiled(f"mlp down {name} transposed {transposed}", mlp_triton._mlp_down_kernel, kind, constants, down, chosen)
         for budget in (False, True):
             constants = {
                 **of(gate, hidden), "HAS_BIAS": bias, "ACTIVATION": activation, "BUDGET": budget, "JOINT": bias or budget,
                 "AHEAD": gate.ahead if gate.ahead <= hidden else 0,
             }  # fmt: skip
             compiled(
-                f"mlp activation {name} budget {budget}", mlp_sparse_triton._activation_kernel, kind, constants, gate, chosen
+                f"mlp activation {name} budget {budget}", mlp_sparse_triton._mlp_activation_kernel, kind, constants, gate, chosen
             )
         constants = {**of(up, hidden), "GATED": True, "HAS_BIAS": bias, "FILL": chosen.fill, "LEAST": chosen.least}
-        compiled(f"mlp kept {name}", mlp_sparse_triton._kept_kernel, kind, constants, up, chosen)
+        compiled(f"mlp kept {name}", mlp_sparse_triton._mlp_kept_kernel, kind, constants, up, chosen)
         constants = {**of(sparse, inner), "SPLITS": chosen.sparse_splits, "AHEAD": sparse.ahead}
         del constants["EVEN"]
-        compiled(f"mlp sparse down {name}", mlp_sparse_triton._sparse_down_kernel, kind, constants, sparse, chosen, True)
+        compiled(f"mlp sparse down {name}", mlp_sparse_triton._mlp_sparse_down_kernel, kind, constants, sparse, chosen, True)
         constants = {"HAS_BIAS": bias, "SPLITS": chosen.splits, "BN": chosen.columns, "PDL": True}
-        build(f"mlp sum {name}", mlp_triton._sum_kernel, {"PARTS": "fp32", "BIAS": kind, "OUT": kind}, constants, ("out",),
+        build(f"mlp sum {name}", mlp_triton._mlp_sum_kernel, {"PARTS": "fp32", "BIAS": kind, "OUT": kind}, constants, ("out",),
               num_warps=1)  # fmt: skip
     for chunk in (1024, 16384, 65536):
-        build(f"mlp contest of {chunk}", mlp_sparse_triton._contest_kernel,
+        build(f"mlp contest of {chunk}", mlp_sparse_triton._mlp_contest_kernel,
               {"SCORE": "fp32", "KEPT": "i32", "TOTAL": "i32", "SWITCH": "i64"}, {"CHUNK": chunk, "PDL": True},
               num_warps=mlp_sparse_triton.contest_warps(chunk))  # fmt: skip
     for width, tiles in ((64, 32), (64, 256), (32, 2048)):
-        build(f"mlp compact of {tiles} tiles", mlp_compact_triton.compact_kernel,
+        build(f"mlp compact of {tiles} tiles", mlp_compact_triton.mlp_compact_kernel,
               dict.fromkeys(("LIST", "COUNT", "KEPT", "TOTAL"), "i32"), {"WIDTH": width, "TILES": tiles, "PDL": True},
               num_warps=mlp_compact_triton.compact_warps(tiles))  # fmt: skip
 

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 pytest.importorskip("transformers", minversion="5.17")
 pytest.importorskip("rich")
 
 import spec_compile as sc
+from spec_compile import verify
 from spec_compile.kernels.block_mass import block_mass_reference
 from spec_compile.kernels.blocks import live_blocks_reference
 from spec_compile.models.zoo import FAMILIES, VOCAB, build
+from spec_compile.step_graph import StepGraph
 
 PREFIX, TOKENS, ROWS = 96, 16, 8
 
@@ -175,8 +180,39 @@ def test_limits_of_a_verify_step(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = 2 * (4 * (layer + 2 * 2 * 512 * 100) + 2048 + 151936 * 2048) / 1e12 * 1e3
     assert verify_step.limit_ms(qwen, 2, 8, 100, 1e12) == pytest.approx(wanted, rel=1e-12)
     kernels = [("triton::_combine_kernel", 4, 3.0), ("_sum_kernel", 1, 2.0), ("_split_kernel", 8, 5.0), ("other", 1, 1.0)]
+    kernels += [("_mlp_down_kernel", 1, 7.0), ("_mlp_sum_kernel", 1, 11.0), ("_narrow_linear_kernel", 1, 13.0)]
     found = verify_step.shares(kernels)
     assert (found["experts"], found["selection"], found["attention"], found["rest"]) == (3.0, 2.0, 5.0, 1.0)
+    assert (found["feed-forward"], found["projections"]) == (18.0, 13.0)
+
+
+def test_host_time_of_a_verify_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the replay in it, here one of 20 ms."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    import verify_step
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    own, graph = time.sleep, SimpleNamespace(replay=lambda: own(0.02))
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(verify, "why_not_captured", lambda model, cache: None)
+    monkeypatch.setattr(verify.VerifyFunction, "_replay", lambda self, step, ids, held: step(ids, held))
+
+    def call(self: StepGraph, ids: Tensor, held: int) -> Tensor:
+        self._graph = self._graph or graph
+        self._graph.replay()
+        with torch.no_grad():
+            return self._step()
+
+    monkeypatch.setattr(StepGraph, "__call__", call)
+    model = build("llama", "sdpa", num_hidden_layers=1)
+    cache = sc.VerifyCache(model, 64)
+    step = sc.compile_verify(model, cache, draft_len=3, codegen="eager", cudagraphs=True)
+    ids = torch.tensor([[5, 6, 7, 8]])
+    step(ids)
+    began = time.perf_counter()
+    found = verify_step.host_us(step, ids, repeats=5)
+    assert 0 < found < (time.perf_counter() - began) * 1e6 / 6 - 20_000
+    assert cache.length == 4 and step._steps.of(4)._graph is graph
 
 
 @pytest.fixture

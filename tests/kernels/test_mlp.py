@@ -328,7 +328,7 @@ def test_scratch_memory_may_hold_anything(count: int, dtype: torch.dtype, monkey
 @pytest.mark.skipif("triton" not in SPARSE, reason="needs Triton")
 @pytest.mark.parametrize("tiles", [1, 70])
 def test_lists_of_tiles_become_one(tiles: int) -> None:
-    from spec_compile.kernels.mlp_compact_triton import compact_kernel, compact_warps
+    from spec_compile.kernels.mlp_compact_triton import compact_warps, mlp_compact_kernel
 
     device = "cuda" if CUDA else "cpu"
     kept = torch.rand(tiles * 32, generator=torch.Generator().manual_seed(tiles)) < 0.3
@@ -340,7 +340,7 @@ def test_lists_of_tiles_become_one(tiles: int) -> None:
         torch.full((tiles * 32,), -2, dtype=torch.int32, device=device),
         torch.zeros(1, dtype=torch.int32, device=device),
     )
-    compact_kernel[(tiles,)](
+    mlp_compact_kernel[(tiles,)](
         listed.to(device), counts.to(device), found, total, tiles, WIDTH=32, TILES=128, PDL=False, num_warps=compact_warps(tiles)
     )
     assert int(total) == int(kept.sum())
