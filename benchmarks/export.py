@@ -36,6 +36,7 @@ from torch.overrides import TorchFunctionMode
 
 import spec_compile as sc
 from spec_compile.demo import demo_prompts
+from spec_compile.errors import ExportError
 from spec_compile.loading import load_model, smollm2_path
 from spec_compile.models.zoo import FAMILIES, VOCAB, build
 from spec_compile.verify import call_model
@@ -206,7 +207,7 @@ def main() -> None:
     results: dict[str, Any] = {
         "versions": versions(), "max_len": args.max_len, "pasts": pasts, "rows": ROWS,
         "weights_bytes": sum(p.numel() * p.element_size() for p in model.parameters()),
-        "uncompiled": {}, "compiled": {}, "compiled_sparse": {}, "cases": {},
+        "uncompiled": {}, "compiled": {}, "compiled_sparse": {}, "cases": {}, "refused": {},
     }  # fmt: skip
     double: Logits = []
     if not args.no_float64:
@@ -240,8 +241,13 @@ def main() -> None:
                         results["sparse_to_exact"] = distance(expected[False], expected[True])
             path, seconds = Path(folder) / name, dict[str, float]()
             flavour = "portable" if "portable" in name else "ops"
-            with stage(console, f"export {name}"):
-                sc.export(verify, path, flavour=flavour, seconds=seconds)
+            try:
+                with stage(console, f"export {name}"):
+                    sc.export(verify, path, flavour=flavour, seconds=seconds)
+            except ExportError as error:
+                results["refused"][name] = str(error)
+                console.print(f"{name}: refused: {error}", highlight=False, soft_wrap=True)
+                continue
             row: dict[str, Any] = {"export_s": seconds, "bytes": sum(f.stat().st_size for f in path.parent.glob(f"{name}*"))}
             with stage(console, f"run {name}"):
                 times, found = in_child("load", path, given, args.codegen if name.count(".") == 1 and ".pt2" in name else "")

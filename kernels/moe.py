@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.functional import gelu, linear, relu, silu, softmax
@@ -170,6 +172,11 @@ def why_no_experts_kernel(
     return _why_no_kernel(x)
 
 
+def most_rows(k: int) -> int:
+    """Rows of one launch, with ``k`` experts each."""
+    return max(1, min(MAX_ROWS, MAX_PAIRS // max(1, k)))
+
+
 def _whole_apart(gate: Tensor, up: Tensor | None) -> bool:
     """Whether the kernel can step from gate to up: whole elements lie between them, as alignment alone ensures."""
     return up is None or (up.data_ptr() - gate.data_ptr()) % gate.itemsize == 0
@@ -188,12 +195,17 @@ def moe_experts(
     up: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """See :func:`spec_compile.kernels.library.moe_experts`."""
-    run = moe_experts_grouped if x.device.type == "cpu" else moe_experts_reference
-    if why_no_experts_kernel(x, choice, gate_up, down, gate_up_bias, down_bias, up) is None and _whole_apart(gate_up, up):
+    rest: tuple[Any, ...] = (gate_up, down, gate_up_bias, down_bias, activation, interleaved, transposed, limit, alpha, up)
+    most = most_rows(choice.shape[1])
+    why_not = why_no_experts_kernel(x[:most], choice[:most], gate_up, down, gate_up_bias, down_bias, up)
+    if why_not is None and _whole_apart(gate_up, up):
         from spec_compile.kernels.moe_experts_triton import moe_experts_triton
 
-        run = moe_experts_triton
-    return run(x, choice, weight, gate_up, down, gate_up_bias, down_bias, activation, interleaved, transposed, limit, alpha, up)
+        # Loaded programs serve any number of rows; compiled ones leave more than the kernel takes as they were.
+        parts = [moe_experts_triton(*part, *rest) for part in zip(x.split(most), choice.split(most), weight.split(most))]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+    run = moe_experts_grouped if x.device.type == "cpu" else moe_experts_reference
+    return run(x, choice, weight, *rest)
 
 
 def moe_route(

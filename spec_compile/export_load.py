@@ -283,7 +283,7 @@ class LoadedVerify:
         rows = self._check(input_ids, position_ids, sparse)
         self.cache.require_room(rows)
         inputs = self.cache._inputs()
-        inputs["input_ids"] = input_ids.to(self.device, torch.int64)
+        inputs["input_ids"] = _whole(input_ids.to(self.device, torch.int64))
         inputs["position"] = torch.tensor(self.cache.length, device=self.device)
         inputs.update(self._masks(rows, position_ids, attention_mask))
         for value in self.manifest.inputs:
@@ -362,7 +362,7 @@ class LoadedVerify:
             found = {"attention_mask": torch.nn.functional.pad(mask, (0, slots - held - rows), value=True)}
         if position_ids is None:
             position_ids = torch.arange(held, held + rows, device=self.device).unsqueeze(0)
-        return {**found, "position_ids": position_ids.to(self.device, torch.int64).expand(batch, rows).contiguous()}
+        return {**found, "position_ids": _whole(position_ids.to(self.device, torch.int64).expand(batch, rows))}
 
     def _trees(self, rows: int, given: Any) -> dict[str, Tensor]:
         names = [value.name for value in self.manifest.inputs if value.role == "mask"]
@@ -379,7 +379,7 @@ class LoadedVerify:
             if not fits or tuple(mask.shape[1:]) != (1, rows, slots) or mask.shape[0] not in (1, batch):
                 found = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
                 raise OptionsError(f"attention_mask must be bool {[batch, 1, rows, slots]} (rows, cache slots), got {found}")
-        return {name: mask.to(self.device).expand(batch, 1, rows, slots).contiguous() for name, mask in masks.items()}
+        return {name: _whole(mask.to(self.device).expand(batch, 1, rows, slots)) for name, mask in masks.items()}
 
     def _ones(self, batch: int, slots: int) -> Tensor:
         if "ones" not in self._constants:
@@ -392,3 +392,8 @@ class LoadedVerify:
             off = _NEVER if kind == "gate" else 0
             self._constants[kind, sparse] = torch.tensor([on if sparse else off], device=self.device)
         return self._constants[kind, sparse]
+
+
+def _whole(x: Tensor) -> Tensor:
+    """A contiguous copy at an aligned address: AOTInductor's code reads its inputs as such, and checks nothing."""
+    return x.clone(memory_format=torch.contiguous_format)

@@ -7,10 +7,12 @@ add (block summaries and switches) become inputs of the program.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
@@ -166,6 +168,19 @@ def check_sizes(verify: VerifyProgram, spec: StepSpec) -> None:
             raise ExportError(
                 f"the program holds for {name} of {bounds.lower}..{bounds.upper} alone, it was to hold for 1..{most}"
             )
+    _check_guards({size.node.expr: (name, most) for name, size, most in asked}, [size for _, size, _ in asked])
+
+
+def _check_guards(asked: dict[Any, tuple[str, int]], sizes: list[Any]) -> None:
+    """Those of torch.export hold for the ranges that it was given; passes may have added others, which no range shows."""
+    guards = [guard.expr for guard in sizes[0].node.shape_env.guards] if sizes else []
+    for guard in guards:
+        if not guard.free_symbols <= set(asked):
+            continue
+        for corner in itertools.product(*((2, most) for _, most in asked.values())):
+            if guard.subs(dict(zip(asked, corner))) == sympy.false:
+                met = " and ".join(f"{name} of {size}" for (name, _), size in zip(asked.values(), corner))
+                raise ExportError(f"the program holds where {guard} alone, not for {met}")
 
 
 def _is_user(spec: InputSpec) -> bool:

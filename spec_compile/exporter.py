@@ -98,6 +98,11 @@ def export(
     layers, device = _cache_shapes(model)
     if SPARSE_FOR_CUDA_UNPROVEN and device.type == "cuda" and not settings.plan.exact and kind != "onnx":
         raise ExportError("plan: sparse steps are not exported for CUDA yet; export the exact step, or a model on CPU")
+    if device.type == "cuda" and kind != "onnx" and settings.plan.ffn is not None and not settings.plan.ffn.exact:
+        raise ExportError(
+            "plan.ffn: artefacts hold the last weights by outputs, and steps on CUDA that skip channels need them by channels; "
+            "export a plan without ffn, or a model on CPU"
+        )
     spec = StepSpec(layers, drafts + 1, batch, slots, mask, _tree_types(model, mask))
     context = PassContext(
         max_q_len=settings.max_q_len,

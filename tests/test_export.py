@@ -87,7 +87,7 @@ def test_aot_inductor(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch._inductor.config.aot_inductor, "compile_wrapper_opt_level", "O0")
     model = tied(32768)
     verify = sc.compile_verify(model, sc.VerifyCache(model, MAX_LEN), DRAFTS, codegen="eager")
-    manifest = sc.export(verify, folder / "verify.aoti.pt2", flavour="portable", mask="causal", batch=1)
+    manifest = sc.export(verify, folder / "verify.aoti.pt2", flavour="portable", mask="causal")
     assert (manifest.format, manifest.operators) == ("aoti", ())
     assert (folder / "verify.aoti.pt2").stat().st_size < once_and_a_half(model)
     wanted = run_steps(verify, verify.cache, sparse=False)
@@ -96,6 +96,13 @@ def test_aot_inductor(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found, shown = run_elsewhere("run_aoti", folder / "verify.aoti.pt2")
     close(found[0], wanted)
     assert shown.count("the cache holds") == 5
+    # Compiled code checks no strides: pieces of two sequences must not be read as if they lay together.
+    two, ids = sc.load(folder / "verify.aoti.pt2", batch=2), torch.randint(3, zoo.VOCAB, (2, 37))
+    with torch.no_grad():
+        logits = model(ids).logits
+    assert torch.allclose(two.prefill(ids[:, :21]), logits[:, 20], atol=1e-5)
+    assert torch.allclose(two(ids[:, 21:30]), logits[:, 21:30], atol=1e-5)
+    assert torch.allclose(two(ids.t().contiguous().t()[:, 30:]), logits[:, 30:], atol=1e-5)
 
 
 def test_manifest(folder: Path, expected: dict[str, list[torch.Tensor]]) -> None:
@@ -319,6 +326,23 @@ def test_a_program_of_fixed_rows_is_refused(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(ExportError, match=r"holds for rows of 5 alone, it was to hold for 1\.\.9"):
         sc.export(zoo.build("llama", "sdpa", num_hidden_layers=1), tmp_path / "a.pt2", max_len=64)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_program_with_a_bound_on_rows_and_sequences_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a kernel's limit puts it; no range of a size tells of it."""
+    run = LowerAttention.run
+
+    def bounding(self: LowerAttention, gm: torch.fx.GraphModule, ctx: Any) -> Any:
+        batch, rows = next(node for node in gm.graph.nodes if node.name == "input_ids").meta["val"].shape
+        assert batch * rows <= 64
+        return run(self, gm, ctx)
+
+    monkeypatch.setattr(LowerAttention, "run", bounding)
+    model = zoo.build("llama", "sdpa", num_hidden_layers=1)
+    with pytest.raises(ExportError, match=r"holds where .*<= 64 alone, not for rows of 2 and batch of 64"):
+        sc.export(model, tmp_path / "a.pt2", max_len=64)
+    sc.export(model, tmp_path / "b.pt2", max_len=64, batch=1)
+    assert [made.name for made in tmp_path.iterdir()] == ["b.pt2"]
 
 
 def test_one_draft(tmp_path: Path) -> None:

@@ -41,6 +41,8 @@ def test_loaded_steps_equal_the_compiled_verify(
     name: str, family: str, plan: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("spec_compile.exporter.SPARSE_FOR_CUDA_UNPROVEN", False)
+    # The C++ compiler's time is most of an AOTInductor export's.
+    monkeypatch.setattr(torch._inductor.config.aot_inductor, "compile_wrapper_opt_level", "O0")
     torch.backends.cuda.matmul.allow_tf32 = False
     model = build(family, "sdpa").cuda()
     verify = sc.compile_verify(model, sc.VerifyCache(model, 256), 15, plan, codegen="eager", strict=True)
@@ -60,6 +62,16 @@ def test_sparse_steps_are_refused(name: str, tmp_path: Path) -> None:
     model = build("llama", "sdpa").cuda()
     with pytest.raises(ExportError, match="sparse steps are not exported for CUDA"):
         sc.export(model, tmp_path / name, plan=PLAN, max_len=128)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["a.pt2", "a.aoti.pt2"])
+def test_steps_that_skip_channels_are_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also once other sparse steps are exported: the kernel needs weights that no artefact holds so."""
+    monkeypatch.setattr("spec_compile.exporter.SPARSE_FOR_CUDA_UNPROVEN", False)
+    model = build("llama", "sdpa").cuda()
+    with pytest.raises(ExportError, match="export a plan without ffn"):
+        sc.export(model, tmp_path / name, plan=sc.SparsityPlan(ffn=sc.FfnPlan(budget=0.1)), max_len=128)
     assert not list(tmp_path.iterdir())
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from spec_compile.kernels import library
+from spec_compile.kernels import library, moe
 from spec_compile.kernels.moe import (
     ACTIVATIONS,
     _whole_apart,
@@ -585,6 +585,24 @@ def test_reasons_against_the_kernels() -> None:
     odd = torch.frombuffer(bytearray(c.up.numel() * 4 + 1), dtype=torch.float32, offset=1)
     assert _whole_apart(c.gate_up, c.up) and not _whole_apart(c.gate_up, odd)
     assert "33 of" in str(why_no_route_kernel(torch.zeros(2, 64), 33))
+
+
+@pytest.mark.skipif(not find_spec("triton"), reason="needs Triton")
+@pytest.mark.parametrize(("rows", "k", "calls"), [(64, 2, [64]), (150, 2, [64, 64, 22]), (70, 17, [60, 10])])
+def test_more_rows_than_a_launch_takes(rows: int, k: int, calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of an export may have them: they run in turns, and a row gets what it would get by itself."""
+    c = make(Spec(rows=rows, experts=20, k=k))
+    if not CUDA:
+        monkeypatch.setattr(moe, "_why_no_kernel", lambda x: None)
+    ran: list[int] = []
+    from spec_compile.kernels import moe_experts_triton as kernels
+
+    own = kernels.moe_experts_triton
+    monkeypatch.setattr(kernels, "moe_experts_triton", lambda x, *rest: (ran.append(len(x)), own(x, *rest))[1])
+    arguments = [t.cuda() if CUDA and isinstance(t, Tensor) else t for t in c.arguments]
+    found = library.moe_experts(*arguments).cpu()
+    assert ran == calls
+    assert torch.allclose(found, moe_experts_reference(*c.arguments), atol=1e-5)
 
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="needs a CUDA device")]

@@ -188,10 +188,13 @@ class Outcome:
 
 
 @torch.no_grad()
-def run(fn: Callable[..., Any], inputs: list[Tensor], atol: float = 1e-5, lowering: str = "reference", **given: Any) -> Outcome:
+def run(
+    fn: Callable[..., Any], inputs: list[Tensor], atol: float = 1e-5, lowering: str = "reference", one_graph: bool = False,
+    **given: Any,
+) -> Outcome:  # fmt: skip
     """Rewrite ``fn`` and compare; inputs stay as they are."""
     gm = trace(fn, inputs, **given)
-    ctx = PassContext(lowering=lowering)
+    ctx = PassContext(lowering=lowering, one_graph=one_graph)
     Canonicalize().run(gm, ctx)
     hits = detect_moe.DetectMoe().run(gm, ctx).hits
     CheckRewrite().run(gm, ctx)
@@ -1591,6 +1594,15 @@ def test_layers_that_the_kernel_does_not_take(monkeypatch: pytest.MonkeyPatch) -
     assert "there are more than 64 rows" in outcome.reasons[0]
     monkeypatch.setattr(moe, "_why_no_kernel", lambda x: "no Triton")
     assert "no Triton" in run(*layer(), lowering="auto").reasons[0]
+
+
+def test_an_export_asks_nothing_of_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(detect_moe, "_on_gpu", lambda x: True)
+    monkeypatch.setattr(moe, "_why_no_kernel", lambda x: None)
+    fn, inputs = layer()
+    outcome = run(fn, inputs, lowering="auto", dynamic=[(0, 0), (1, 0)], one_graph=True)
+    rows = next(iter(outcome.gm.graph.nodes)).meta["val"].shape[0]
+    assert outcome.hits == 1 and not rows.node.shape_env.guards
 
 
 def test_a_guard_keeps_symbolic_rows_few(monkeypatch: pytest.MonkeyPatch) -> None:
