@@ -59,8 +59,8 @@ def ffn_calibrate(
         limit_flips: share of positions whose most likely token may change.
         force: return a plan past the limits instead of raising; its ``calibration.forced`` says so.
         progress: show a bar on stderr, where ``rich`` is installed.
-        options: of :func:`~spec_compile.compile_verify`; by default the rewritten graph is not compiled further
-            (``codegen="eager"``).
+        options: of :func:`~spec_compile.compile_verify`, but ``cudagraphs``; by default the rewritten graph is not compiled
+            further (``codegen="eager"``).
 
     Returns:
         A plan with ``threshold="auto"`` and one of ``thresholds`` per layer, 0 where it does not pay; all of them may be 0, and
@@ -72,6 +72,8 @@ def ffn_calibrate(
         QualityError: the plan is past a limit, or (whatever ``force`` is) its steps have no finite divergence.
     """
     options = {"codegen": "eager", **options}
+    if options.get("cudagraphs"):
+        raise OptionsError("cudagraphs: channels are counted while a step runs, which a replay does not: leave it out")
     if not isinstance(model, torch.nn.Module):
         raise OptionsError(f"model must be a transformers causal LM, got {type(model).__name__}")
     if model.training:

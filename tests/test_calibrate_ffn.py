@@ -97,6 +97,7 @@ def test_plans_past_a_limit() -> None:
         ({"threshold": "auto"}, "threshold must be a number above 0"),
         ({"pays_below": 0.0}, "pays_below must lie in"),
         ({"window": 8}, "window must be an integer of at least 11"),
+        ({"cudagraphs": True}, "channels are counted while a step runs"),
         ({"plan": None}, "plan is what ffn_calibrate makes"),
         ({"held_out": 1.0}, "held_out must lie"),
     ],
