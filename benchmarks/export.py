@@ -2,8 +2,8 @@
 
     python benchmarks/export.py --json export.json
     python benchmarks/export.py --family gemma2
-    python benchmarks/export.py --cases ops.pt2 sparse_ops.pt2 ops.aoti.pt2 --device cuda --dtype bfloat16 --max-len 32768 \\
-        --pasts 32000
+    python benchmarks/export.py --shape llama-8b --cases ops.pt2 ops.aoti.pt2 --device cuda --dtype bfloat16 --no-float64 \\
+        --max-len 32768 --pasts 32000
 
 Each artefact is written, loaded in a new process, and runs behind different numbers of tokens: five steps (T = 1, 2, 5, 16, 3)
 that carry state, with a rollback, then every T from 1 to 16. Portable ones run once more where spec_compile cannot be imported.
@@ -33,6 +33,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from verify_step import MODELS as SHAPES
+from verify_step import build as build_shape
 
 import spec_compile as sc
 from spec_compile.demo import demo_prompts
@@ -181,6 +183,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="model folder or GGUF file; default SmolLM2-135M-Instruct")
     parser.add_argument("--family", choices=FAMILIES, help="a tiny random model of that family instead")
+    parser.add_argument("--shape", choices=SHAPES, help="random weights of that shape instead, 8 layers of Llama-3.1-8B, say")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
     parser.add_argument("--max-len", type=int, default=1024)
     parser.add_argument("--pasts", type=int, nargs="+", default=[1, 17, 700], help="tokens held before the steps")
@@ -199,6 +202,8 @@ def main() -> None:
         dtype = getattr(torch, args.dtype)
         if args.family:
             model, tokenizer = build(args.family, FAMILIES[args.family].implementations[-1], dtype=dtype), None
+        elif args.shape:
+            model, tokenizer = build_shape(args.shape, "sdpa", SHAPES[args.shape][1], args.device).to(dtype), None
         else:
             model, tokenizer = load_model(args.model or smollm2_path(), dtype)
         model.to(args.device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import sys
 import time
 from collections.abc import Iterator
@@ -262,3 +263,45 @@ def test_float64_steps_of_exports_stay_in_float64(monkeypatch: pytest.MonkeyPatc
             off = (norm(x) - wanted).abs().max(), (rotary(x, positions)[0][0, :, :8] - angles.cos()).abs().max()
         assert all(found > bound if bound else found < 1e-12 for found in map(float, off))
     sys.modules.pop("export"), sys.modules.pop("export_child")
+
+
+@pytest.fixture
+def reproduce(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    import reproduce
+
+    yield reproduce
+    sys.modules.pop("reproduce")
+
+
+def test_runs_name_scripts_and_options_that_exist(reproduce: Any) -> None:
+    assert len({run.name for run in reproduce.RUNS}) == len(reproduce.RUNS)
+    for run in reproduce.RUNS:
+        script, *arguments = run.command.split()
+        source = (reproduce.HERE / script).read_text(encoding="utf-8")
+        for option in ("--json", *(word for word in arguments if word.startswith("--"))):
+            assert f'"{option}"' in source, (run.name, option)
+
+
+def test_runs_are_repeated_until_they_end_well(reproduce: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "good.py").write_text(
+        "import sys, pathlib; print('hello'); pathlib.Path(sys.argv[-1]).write_text('{}'); assert sys.argv[1] == '--x'"
+    )
+    (tmp_path / "bad.py").write_text("import sys, pathlib; pathlib.Path(sys.argv[-1]).write_text('half'); raise SystemExit(3)")
+    (tmp_path / "slow.py").write_text("import time; time.sleep(60)")
+    (tmp_path / "mute.py").write_text("")
+    monkeypatch.setattr(reproduce, "HERE", tmp_path)
+    runs = tuple(reproduce.Run(name, "cpu", f"{name}.py --x") for name in ("good", "bad", "slow", "mute"))
+    monkeypatch.setattr(reproduce, "RUNS", (*runs, reproduce.Run("other", "cuda", "other.py")))
+    out, said = tmp_path / "out", tmp_path / "said.json"
+    arguments = ["--device", "cpu", "--out", str(out), "--json", str(said)]
+    assert reproduce.main([*arguments, "--minutes", "0.05"]) == 1
+    results = {name: found["result"] for name, found in json.loads(said.read_text()).items()}
+    assert results["good"] == "done" and (out / "good.txt").read_text() == "hello\n"
+    assert "exit code 3: see bad.txt" in results["bad"] and "out of time" in results["slow"]
+    assert results["mute"] == "ended without a result"
+    assert [found.name for found in sorted(out.glob("*.json")) if ".part" not in found.name] == ["good.json"]
+    (tmp_path / "bad.py").write_text((tmp_path / "good.py").read_text())
+    assert reproduce.main([*arguments, "--only", "good", "bad"]) == 0
+    results = {name: found["result"] for name, found in json.loads(said.read_text()).items()}
+    assert results == {"good": "done before", "bad": "done"}
