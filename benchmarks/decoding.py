@@ -176,12 +176,12 @@ def part_greedy(args: argparse.Namespace, tick: Callable[[str], None]) -> None:
                         differences.append({"prompt": start + i, "lengths": [len(wanted), len(tokens)]})
             row = {
                 "mode": mode, "drafter": name, "tokens": total, "identical": same, "differences": differences,
-                "mean_acceptance_length": 1 + accepted / steps, "audited_tokens": audited,
+                "tokens_per_step": 1 + accepted / steps, "audited_tokens": audited,
                 "agreement": agreed / audited if audited else None, "seconds": time.perf_counter() - begin,
             }  # fmt: skip
             told = f", audits agree {row['agreement']:.1%} of {audited}" if audited else ""
             told += f", {row['seconds']:.0f} s; differences: {differences or 'none'}"
-            length = f"acceptance length {row['mean_acceptance_length']:.2f}"
+            length = f"{row['tokens_per_step']:.2f} tokens a step"
             book.add(row, f"{mode:<8} {name:<14} {same} of {total} tokens identical, {length}{told}")
 
 
@@ -219,6 +219,8 @@ def part_audited(args: argparse.Namespace, tick: Callable[[str], None]) -> None:
                 "text": name, "band": band, "context": len(prompt), "identical": runs["exact"].tokens == runs["audited"].tokens,
                 "acceptance_length_exact": exact["total"]["mean_acceptance_length"],
                 "acceptance_length_audited": audited["total"]["mean_acceptance_length"],
+                "tokens_per_step_exact": exact["total"]["tokens_per_step"],
+                "tokens_per_step_audited": audited["total"]["tokens_per_step"],
                 "kv_bytes_per_token_exact": exact["kv_bytes_per_token"],
                 "kv_bytes_per_token_audited": audited["kv_bytes_per_token"],
                 "kv_ratio": audited["kv_bytes_per_token"] / exact["kv_bytes_per_token"],
@@ -228,7 +230,9 @@ def part_audited(args: argparse.Namespace, tick: Callable[[str], None]) -> None:
                 "forwards": audited["forwards"], "notes": audited["notes"],
             }  # fmt: skip
             agreement = "-" if row["agreement"] is None else f"{row['agreement']:.1%}"
-            book.add(row, f"{name:<12} {band:<14} acceptance length {row['acceptance_length_exact']:.2f}: K and V per token "
+            length = row["acceptance_length_exact"]
+            book.add(row, f"{name:<12} {band:<14} acceptance length {'-' if length is None else format(length, '.2f')}, "
+                     f"{row['tokens_per_step_exact']:.2f} tokens a step: K and V per token "
                      f"{row['kv_ratio']:.2f} of exact, {row['tokens_per_window']:.1f} tokens a window, {agreement} agreed, "
                      f"{row['audits_per_100_tokens']:.1f} audits per 100 tokens, forwards {row['forwards']}, "
                      f"identical {row['identical']}")  # fmt: skip

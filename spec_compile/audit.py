@@ -229,7 +229,9 @@ class AuditedLoop(DecodingLoop):
             del row[end:]
         super().finish_metrics(seconds)
         if self._dense_steps:
-            self.metrics.notes.append(
-                f"{self._dense_steps} of {sum(self.metrics.forwards.values())} steps were dense without a sparse one before: "
-                f"estimated agreement {self.window.agreement:.2f}, {self.window.gain:.1f} tokens a step"
-            )
+            reason = f"estimated agreement {self.window.agreement:.2f}, {self.window.gain:.1f} tokens a step"
+            if self.window.saves_nothing >= self._dense_steps:
+                counted = "K and V" if self.window.plan.cost == "kv" else "weights, K and V"
+                reason = f"sparse ones are not known to read fewer bytes ({counted}); AuditPlan(adapt=False) takes them anyway"
+            steps = sum(self.metrics.forwards.values())
+            self.metrics.notes.append(f"{self._dense_steps} of {steps} steps were dense without a sparse one before: {reason}")

@@ -1,7 +1,8 @@
 """What a generation cost and how it went: acceptance, speed, time by phase, bytes read, audits.
 
-Acceptance is counted as vLLM counts it: mean acceptance length = 1 + accepted drafts / steps, acceptance at position i = drafts
-accepted there / drafts proposed there. Bytes follow from lengths, plan and the compiled graph's report; they are not measured.
+Acceptance is counted as vLLM counts it, over the steps that had drafts: mean acceptance length = 1 + accepted drafts / such
+steps, acceptance at position i = drafts accepted there / such steps. Tokens a step counts steps without drafts, too: it is what
+speed follows from. Bytes follow from lengths, plan and the compiled graph's report; they are not measured.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class RequestMetrics:
     Attributes:
         prompt_tokens, new_tokens: lengths.
         finish: ``eos``, ``stop_string``, ``length`` or ``interrupted``.
-        steps: forwards that judged drafts of this sequence (also where there were none to judge).
+        steps: forwards that judged drafts of this sequence (also where there were none to judge), ``drafts`` of them some.
         drafted_at, accepted_at: drafts proposed and accepted by position (of a tree: by depth), from the first.
         audits: dense verifies over pending tokens; ``audited`` tokens were pending, ``agreed`` of them were kept.
     """
@@ -32,6 +33,7 @@ class RequestMetrics:
     new_tokens: int = 0
     finish: str = ""
     steps: int = 0
+    drafts: int = 0
     drafted_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
     audits: int = 0
@@ -41,6 +43,7 @@ class RequestMetrics:
     def judge(self, depths: Sequence[int], accepted: int) -> None:
         """Count a step: the depth of each draft proposed, from 1, and how many were accepted."""
         self.steps += 1
+        self.drafts += bool(depths)
         for depth in set(depths):
             _raise_to(self.drafted_at, depth)
             self.drafted_at[depth - 1] += 1
@@ -63,14 +66,17 @@ def _of(requests: Sequence[RequestMetrics]) -> dict[str, Any]:
     drafted_at = _add([r.drafted_at for r in requests])
     new, audits = sum(r.new_tokens for r in requests), sum(r.audits for r in requests)
     audited, agreed = sum(r.audited for r in requests), sum(r.agreed for r in requests)
+    drafts = sum(r.drafts for r in requests)
     return {
         "prompt_tokens": sum(r.prompt_tokens for r in requests),
         "new_tokens": new,
         "steps": steps,
+        "steps_with_drafts": drafts,
         "drafted": sum(drafted_at),
         "accepted": sum(accepted_at),
-        "mean_acceptance_length": 1 + sum(accepted_at) / steps if steps else None,
-        "acceptance_at": [a / d if d else 0.0 for a, d in zip(accepted_at, drafted_at)],
+        "mean_acceptance_length": 1 + sum(accepted_at) / drafts if drafts else None,
+        "tokens_per_step": 1 + sum(accepted_at) / steps if steps else None,
+        "acceptance_at": [accepted / drafts for accepted in accepted_at] if drafts else [],
         "audits": audits,
         "audits_per_100_tokens": 100 * audits / new if new else None,
         "audited_tokens": audited,
@@ -152,7 +158,7 @@ class DecodingMetrics:
         """A ``rich`` table: one line a sequence, one for all."""
         from rich.table import Table
 
-        columns = ("", "prompt", "new", "ends by", "acc. length", "by position", "audits", "agreement")
+        columns = ("", "prompt", "new", "ends by", "acc. length", "by position", "tokens/step", "audits", "agreement")
         table = Table(title=self._title(), caption=self._caption())
         for column in columns:
             table.add_column(column, justify="left" if column in ("", "ends by", "by position") else "right")
@@ -160,11 +166,11 @@ class DecodingMetrics:
         if len(lines) != 1:
             lines.append(("all", "", _of(self.requests)))
         for name, finish, m in lines:
-            length, agreement = m["mean_acceptance_length"], m["agreement"]
+            length, step, agreement = m["mean_acceptance_length"], m["tokens_per_step"], m["agreement"]
             table.add_row(
                 name, str(m["prompt_tokens"]), str(m["new_tokens"]), finish,
                 "-" if length is None else f"{length:.2f}", " ".join(f"{share:.2f}" for share in m["acceptance_at"][:8]) or "-",
-                str(m["audits"]), "-" if agreement is None else f"{agreement:.1%}",
+                "-" if step is None else f"{step:.2f}", str(m["audits"]), "-" if agreement is None else f"{agreement:.1%}",
             )  # fmt: skip
         return table
 
@@ -220,19 +226,36 @@ class StepBytes:
             role = roles[place] if roles else "dense"
             one = (keys + values, keys, role, None if kind == "full_attention" else window)
             self._layers[one] = self._layers.get(one, 0) + 1
-        self._experts = [(m.experts, m.top_k, m.expert_bytes) for m in ([] if report is None else report.moes) if m.expert_bytes]
+        self._experts = [
+            (m.experts, m.top_k, m.expert_bytes, bool(m.rule)) for m in ([] if report is None else report.moes) if m.expert_bytes
+        ]
+        self._moe: Any = plan.moe
         self._skipped = sum(m.weight_bytes - m.sparse_bytes for m in ([] if report is None else report.mlps))
         held = sum(p.numel() * p.element_size() for p in model.parameters())
         embeddings, out = model.get_input_embeddings(), model.get_output_embeddings()
         if embeddings is not None and (out is None or out.weight is not embeddings.weight):
             held -= embeddings.weight.numel() * embeddings.weight.element_size()
-        self._shared_weights = held - sum(count * size for count, _, size in self._experts)
+        self._shared_weights = held - sum(count * size for count, _, size, _ in self._experts)
 
-    def weights(self, rows: int, sparse: bool = False) -> int:
-        """Weights read by ``rows`` rows of all sequences: of experts at most as many as these can choose, in sparse steps without
-        channels of feed-forward layers that are known to be skipped."""
-        shared = self._shared_weights - (self._skipped if sparse else 0)
-        return shared + sum(min(count, rows * top) * size for count, top, size in self._experts)
+    def weights(self, rows: int, sparse: bool = False) -> float:
+        """Weights read by ``rows`` rows of all sequences: of experts at most as many as these can choose; in sparse steps without
+        channels of feed-forward layers that are known to be skipped, and without experts that the plan takes away: those above
+        ``top_k`` and ``expert_budget``, and by its other rules the share that a calibration measured."""
+        read: float = self._shared_weights - (self._skipped if sparse else 0)
+        for count, top, size, limited in self._experts:
+            few = sparse and limited
+            read += size * (self._few(count, top, rows) if few else min(count, rows * top))
+        return read
+
+    def _few(self, count: int, top: int, rows: int) -> float:
+        plan = self._moe
+        kept: float = min(count, rows * min(top, plan.top_k or top))
+        if plan.expert_budget is not None:
+            kept = min(kept, plan.expert_budget)
+        measured = plan.calibration
+        if measured is not None and measured.distinct_exact and (plan.skip is not None or plan.ratio):
+            kept = min(kept, min(count, rows * top) * measured.distinct / measured.distinct_exact)
+        return kept
 
     def kv(self, starts: Sequence[int], rows: int, sparse: bool) -> float:
         """K and V (and summaries) read by a forward of ``rows`` rows behind ``starts`` tokens of each sequence."""

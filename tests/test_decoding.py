@@ -21,9 +21,9 @@ from spec_compile.drafters import Draft, HostDrafter, PromptLookup, Scripted
 from spec_compile.drafters_model import AssistantModel
 from spec_compile.errors import CacheError, OptionsError, PlanError
 from spec_compile.kernels.selection import select_blocks_reference
-from spec_compile.metrics import RequestMetrics, StepBytes
+from spec_compile.metrics import DecodingMetrics, RequestMetrics, StepBytes
 from spec_compile.models.zoo import VOCAB, build
-from spec_compile.report import AttentionEntry, RewriteReport
+from spec_compile.report import AttentionEntry, MoeEntry, RewriteReport
 
 NEW = 24
 LENGTHS = (40, 7, 1, 23, 55, 16, 33, 9)
@@ -131,7 +131,7 @@ def test_trees_keep_the_right_path() -> None:
     assert out.tokens == greedy()
     # Three drafts are right in every step that has room for all nodes.
     assert out.metrics.to_dict()["total"]["mean_acceptance_length"] > 2.5
-    assert out.metrics.to_dict()["total"]["acceptance_at"][:3] == pytest.approx([1, 1, 1], abs=0.25)
+    assert out.metrics.to_dict()["total"]["acceptance_at"][:3] == pytest.approx([1, 1, 1], abs=0.35)
 
 
 def test_lookup_trees_equal_greedy() -> None:
@@ -242,7 +242,8 @@ def test_metrics_are_json_and_a_table() -> None:
     metrics = json.loads(json.dumps(out.metrics.to_dict()))
     total = metrics["total"]
     assert total["new_tokens"] == 8 * NEW == sum(request["new_tokens"] for request in metrics["requests"])
-    assert total["mean_acceptance_length"] == pytest.approx(1 + total["accepted"] / total["steps"])
+    assert total["mean_acceptance_length"] == pytest.approx(1 + total["accepted"] / total["steps_with_drafts"])
+    assert total["tokens_per_step"] == pytest.approx(1 + total["accepted"] / total["steps"])
     # Two of five drafts are right in every step, but for the end.
     assert total["acceptance_at"][:3] == pytest.approx([1, 1, 0], abs=0.01)
     assert total["accepted"] + total["steps"] == total["new_tokens"]
@@ -255,11 +256,35 @@ def test_metrics_are_json_and_a_table() -> None:
 
 
 def test_acceptance_is_counted_as_vllm_counts_it() -> None:
+    """Its ``num_drafts`` leaves out steps without drafts, and every position is divided by it."""
     request = RequestMetrics(prompt_tokens=3)
     request.judge([1, 2, 3], 2)
     request.judge([1, 1, 2], 0)
     request.judge([], 0)
-    assert (request.steps, request.drafted_at, request.accepted_at) == (3, [2, 2, 1], [1, 1, 0])
+    assert (request.steps, request.drafts, request.drafted_at, request.accepted_at) == (3, 2, [2, 2, 1], [1, 1, 0])
+    total = DecodingMetrics(requests=[request, RequestMetrics(prompt_tokens=1)]).to_dict()["total"]
+    assert (total["mean_acceptance_length"], total["tokens_per_step"]) == (1 + 2 / 2, 1 + 2 / 3)
+    assert total["acceptance_at"] == [0.5, 0.5, 0.0]
+    nothing = DecodingMetrics(requests=[RequestMetrics(prompt_tokens=1)]).to_dict()["total"]
+    assert nothing["mean_acceptance_length"] is None and nothing["acceptance_at"] == []
+
+
+@pytest.mark.parametrize(
+    ("plan", "experts"),
+    [
+        (sc.MoePlan(expert_budget=3), 3), (sc.MoePlan(top_k=1), 5), (sc.MoePlan(top_k=1, expert_budget=4), 4),
+        (sc.MoePlan(expert_budget=64), 8), (sc.MoePlan(ratio=0.3), 8),
+        (sc.MoePlan(ratio=0.3, calibration=sc.MoeCalibration(distinct=3.0, distinct_exact=6.0)), 4.0),
+    ],
+)  # fmt: skip
+def test_experts_counted_in_sparse_steps(plan: sc.MoePlan, experts: float) -> None:
+    """Of 8 in two layers, one of which stays exact; five rows of two experts each."""
+    entries = [MoeEntry("", "rewritten", experts=8, top_k=2, expert_bytes=100, rule=rule) for rule in ("some", "")]
+    report = RewriteReport(moes=entries)
+    counted = StepBytes(model_of(), sc.RowCache(model_of(), 128), sc.SparsityPlan(moe=plan), report, [])
+    dense, sparse = counted.weights(5), counted.weights(5, sparse=True)
+    assert dense - sparse == (8 - experts) * 100
+    assert counted.weights(1) - counted.weights(1, sparse=True) >= 0
 
 
 @pytest.mark.parametrize("budget", [16, 0.25, 64])

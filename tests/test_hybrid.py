@@ -17,6 +17,8 @@ from export_steps import DRAFTS, MAX_LEN, close, run_steps
 
 import spec_compile as sc
 from spec_compile import AttentionPlan, AuditPlan, FfnPlan, MoePlan, SparsityPlan, VerifyCache, compile_verify
+from spec_compile.drafters import Scripted
+from spec_compile.loading import load_model, tiny_moe_path
 from spec_compile.metrics import StepBytes
 from spec_compile.models.zoo import build
 
@@ -147,3 +149,48 @@ def test_which_plans_let_rows_vote() -> None:
     assert all(SparsityPlan(ffn=ffn).rows_vote == wanted for ffn, wanted in votes.items())
     assert SparsityPlan(attention=AttentionPlan(budget=64)).rows_vote and SparsityPlan(moe=MoePlan(expert_budget=2)).rows_vote
     assert not SparsityPlan(attention=AttentionPlan(), moe=MoePlan(top_k=1)).rows_vote
+
+
+@pytest.mark.parametrize("sections", [("moe",), ("attention", "ffn", "moe")], ids=["moe", "all"])
+def test_audited_tokens_of_a_mixture(sections: tuple[str, ...]) -> None:
+    model, prompts = qwen2_moe(), repeating((60, 7, 33))
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
+    wanted = greedy_tokens(model, prompts, NEW)
+    plan = SparsityPlan(**{name: SECTIONS[name] for name in sections}, audit=AuditPlan(adapt=False))
+    out = sc.generate(model, prompts, mode="audited", plan=plan, max_new_tokens=NEW, codegen="eager")
+    assert out.tokens == wanted and out.report is not None and len(out.report.limited) > 0
+    assert out.metrics.forwards["sparse"] > 0
+
+
+def test_experts_left_unread_make_sparse_steps_worth_taking() -> None:
+    """The trained mixture of the repository; where the cache alone counts, a budget of experts saves nothing."""
+    model, tokenizer = load_model(tiny_moe_path())
+    model.generation_config.eos_token_id = None
+    ids = tokenizer("def add(a, b):\n    return a + b\n", return_tensors="pt").input_ids
+    wanted = greedy_tokens(model, ids.tolist(), 16)
+    text = [*ids[0].tolist(), *wanted[0]]
+
+    def drafts(tokens: Any) -> list[int]:
+        """Eight, the first of them right: nine rows choose up to 16 experts, or six."""
+        true = text[len(tokens) : len(tokens) + 8]
+        return [token if i < 1 else (token + 1) % 4096 for i, token in enumerate(true)]
+
+    found = {}
+    for cost in ("all", "kv"):
+        plan = SparsityPlan(moe=MoePlan(expert_budget=6, substitute=True), audit=AuditPlan(cost=cost))
+        out = sc.generate(
+            model, ids, drafter=Scripted(drafts, max_drafts=8), mode="audited", plan=plan, max_new_tokens=16, eos_token_id=[],
+            codegen="eager",
+        )  # fmt: skip
+        assert out.tokens == wanted
+        found[cost] = out.metrics
+    assert found["all"].forwards["sparse"] > 0 == found["kv"].forwards["sparse"]
+    assert "not known to read fewer bytes (K and V)" in found["kv"].notes[0]
+
+
+def test_steps_that_save_nothing_are_said_to() -> None:
+    model, prompts, wanted = repeated()
+    plan = SparsityPlan(ffn=FfnPlan(threshold=0.3))
+    out = sc.generate(model, prompts, mode="audited", plan=plan, max_new_tokens=NEW, codegen="eager")
+    assert out.tokens == wanted and out.metrics.forwards["sparse"] == 0
+    assert "not known to read fewer bytes (weights, K and V)" in out.metrics.notes[0]
