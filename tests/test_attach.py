@@ -130,6 +130,43 @@ def test_assisted_generation_options() -> None:
     assert set(handle.counters.passed_through) == {PREFILL, "draft: only the first layers run (early exit)"}
 
 
+@pytest.mark.parametrize("growing", [False, True])
+def test_further_options(growing: bool) -> None:
+    model, ids = ready(**SHALLOW), prompt(50)
+    draft = noisy(model)
+
+    def scheduled(schedule: str) -> Any:
+        draft.generation_config.num_assistant_tokens_schedule = schedule
+        return draft
+
+    def one_by_one(model: Any, input_ids: Tensor, **rest: Any) -> Tensor:
+        cache = rest["past_key_values"] if rest.get("past_key_values") is not None else DynamicCache(config=model.config)
+        step = input_ids
+        for _ in range(8):
+            step = model(step, past_key_values=cache).logits[:, -1:].argmax(-1)
+            input_ids = torch.cat([input_ids, step], 1)
+        return input_ids
+
+    options: dict[str, Callable[[], dict[str, Any]]] = {
+        "n-grams": lambda: {"prompt_lookup_num_tokens": 8, "max_matching_ngram_size": 3},
+        "constant": lambda: {"assistant_model": scheduled("constant"), "num_assistant_tokens": 7},
+        "transient": lambda: {"assistant_model": scheduled("heuristic_transient")},
+        "guidance": lambda: {"prompt_lookup_num_tokens": 8, "guidance_scale": 1.5},
+        "chunks": lambda: {"prompt_lookup_num_tokens": 8, "prefill_chunk_size": 16},
+        "own loop": lambda: {"custom_generate": one_by_one},
+        "beams": lambda: {"num_beams": 2},
+        "plain": dict,
+    }
+    settings = {"max_new_tokens": 12}
+    expected = {name: generate(model, ids, **settings, **more()) for name, more in options.items()}
+    with eager(model) as handle, torch.no_grad():
+        for name, more in options.items():
+            cache = None if growing else handle.new_cache(max_len=80, batch=2 if name == "beams" else 1)
+            before = handle.counters.verify
+            assert torch.equal(generate(model, ids, **settings, **more(), past_key_values=cache), expected[name]), name
+            assert handle.counters.verify > before, name
+
+
 def test_hidden_states() -> None:
     model, ids = ready(**SHALLOW), torch.tensor([[5, 6, 7]])
     with torch.no_grad(), eager(model) as handle:

@@ -215,6 +215,21 @@ def test_a_budget_that_covers_the_context_changes_no_bit(plan: AttentionPlan) ->
     assert len(sparse.reports) == 1
 
 
+@pytest.mark.parametrize("plan", [COVERING[1], COVERING[-1]], ids=["all", "joint"])
+def test_left_padding_changes_no_bit_either(plan: AttentionPlan) -> None:
+    plan = dataclasses.replace(plan, budget=400)
+    verify, exact = (verifier(filled(0, batch=2), given) for given in (plan, None))
+    for pad in (1, 5, 17, 70):
+        padding = torch.ones(2, 150, dtype=torch.int64)
+        padding[0, :pad] = 0
+        given = {"attention_mask": padding, "position_ids": (padding.cumsum(-1) - 1).clamp(min=0)}
+        verify.cache, exact.cache = (filled(150, batch=2, **given) for _ in range(2))
+        mask = torch.cat([padding, torch.ones(2, ROWS, dtype=torch.int64)], 1)
+        found, wanted = (step(tokens(ROWS, 9, 2), attention_mask=mask) for step in (verify, exact))
+        assert torch.equal(found, wanted), pad
+    assert len(verify.reports) == len(exact.reports) == 1
+
+
 @pytest.mark.parametrize("length", [1000, 8000])
 def test_long_contexts_change_no_bit_either(length: int) -> None:
     plan = AttentionPlan(budget=8192, block_size=64, query="all", index_topk_freq=4)
@@ -263,7 +278,7 @@ def test_rollback_leaves_nothing_behind() -> None:
     """Case 04: rejected drafts with extreme keys, 50 accept patterns, against a cache that never saw them."""
     plan = AttentionPlan(budget=24, block_size=8, query="all", index_topk_freq=2, recent=1)
     cache, accepted = filled(100, 700), tokens(100, 1)
-    verify = verifier(cache, plan)
+    verify, clean = verifier(cache, plan), verifier(VerifyCache(model_of(), 700), plan)
     generator = torch.Generator().manual_seed(5)
     for step in range(50):
         drafts = tokens(9, 100 + step)
@@ -275,19 +290,18 @@ def test_rollback_leaves_nothing_behind() -> None:
                 layer.keys[:, :, cache.length - 9 + keep : cache.length] *= 1e4
         cache.crop(-(9 - keep))
         accepted = torch.cat([accepted, drafts[:, :keep]], 1)
-        if step % 12 == 11:
-            probe = tokens(6, 1000 + step)
-            fresh = VerifyCache(model_of(), 700)
-            for mine, theirs in zip(fresh.layers, cache.layers):
-                for name in ("keys", "values"):
-                    getattr(mine, name)[:, :, : cache.length] = getattr(theirs, name)[:, :, : cache.length]
-                mine.cumulative_length.fill_(cache.length)
-            found, lists = selection_of(verify, probe)
-            wanted, same = selection_of(verifier(fresh, plan), probe)
-            assert torch.equal(found, wanted)
-            assert lists and all(torch.equal(a, b) for a, b in zip(lists, same))
-            cache.crop(-6)
-    assert cache.length == accepted.shape[1]
+        probe, fresh = tokens(6, 1000 + step), VerifyCache(model_of(), 700)
+        for mine, theirs in zip(fresh.layers, cache.layers):
+            for name in ("keys", "values"):
+                getattr(mine, name)[:, :, : cache.length] = getattr(theirs, name)[:, :, : cache.length]
+            mine.cumulative_length.fill_(cache.length)
+        clean.cache = fresh
+        found, lists = selection_of(verify, probe)
+        wanted, same = selection_of(clean, probe)
+        assert torch.equal(found, wanted)
+        assert lists and all(torch.equal(a, b) for a, b in zip(lists, same))
+        cache.crop(-6)
+    assert cache.length == accepted.shape[1] and len(clean.reports) == 1
 
 
 @pytest.mark.parametrize("how", ["first block", "middle", "prefill", "copy"])
