@@ -203,6 +203,13 @@ def part_audited(args: argparse.Namespace, tick: Callable[[str], None]) -> None:
     for name in args.texts:
         prompt = long_prompt(tokenizer, name, args.context)
         reference: list[int] = []
+        if any(BANDS[band] is not None for band in args.bands):
+            tick(f"{name}: what scripts propose")
+            known = sc.generate(
+                model, [prompt], drafter=PromptLookup(8), eos_token_id=[], max_new_tokens=args.new_tokens, cache=cache,
+                codegen=args.codegen,
+            )  # fmt: skip
+            reference = known.tokens[0]
         for band in args.bands:
             chance = BANDS[band]
             runs: dict[str, Any] = {}
@@ -213,7 +220,6 @@ def part_audited(args: argparse.Namespace, tick: Callable[[str], None]) -> None:
                     model, [prompt], drafter=drafter, mode=mode, plan=None if mode == "exact" else plan, eos_token_id=[],
                     max_new_tokens=args.new_tokens, cache=cache, codegen=args.codegen,
                 )  # fmt: skip
-                reference = reference or runs[mode].tokens[0]
             exact, audited = (runs[mode].metrics.to_dict() for mode in ("exact", "audited"))
             row = {
                 "text": name, "band": band, "context": len(prompt), "identical": runs["exact"].tokens == runs["audited"].tokens,
