@@ -25,6 +25,7 @@ from spec_compile.passes.nodes import (
     is_call,
     layer_name,
     mutated_arguments,
+    overlapping_inputs,
     packet,
     perhaps_mutated,
     same,
@@ -302,6 +303,8 @@ def _check_order(match: AttentionMatch, ctx: PassContext, writes: Any) -> Reject
     operands = [match.query, match.key.base, match.value.base, *(term.node for term in match.terms)]
     operands += [match.sinks] if match.sinks is not None else []
     roots = {alias_root(node) for node in operands}
+    sharing = overlapping_inputs(match.output.graph)
+    roots.update(other for root in list(roots) for other in sharing.get(root, ()))
     # repeat_kv copies the cache: a write after that copy is seen by the rewritten op but not by the source.
     first, last = min([*match.region, *match.key.path, *match.value.path]), match.output
     node = first

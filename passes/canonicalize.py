@@ -18,7 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from spec_compile.passes.axes import is_noop_cast, is_noop_slice
 from spec_compile.passes.base import Pass, PassContext, PassReport, Stage, register_pass
-from spec_compile.passes.nodes import alias_root, argument, aten, is_call, mutated_arguments, tensor
+from spec_compile.passes.nodes import alias_root, argument, aten, is_call, mutated_arguments, overlapping_inputs, tensor
 
 _VIEW_OPS = (
     aten.slice, aten.view, aten.unsqueeze, aten.squeeze, aten.expand, aten.transpose, aten.permute, aten.select,
@@ -66,8 +66,10 @@ def merge_equal(graph: Graph, admits: Any) -> int:
     seen: dict[Any, Node] = {}
     merged = 0
     writes: Counter[Node] = Counter()
+    sharing = overlapping_inputs(graph)
     for node in list(graph.nodes):
-        writes.update(alias_root(written) for written in mutated_arguments(node))
+        for root in map(alias_root, mutated_arguments(node)):
+            writes.update([root, *sharing.get(root, ())])
         if not admits(node):
             continue
         # A call that reads a tensor after a write differs from the same call before it.

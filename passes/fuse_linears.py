@@ -22,7 +22,17 @@ from torch.fx import GraphModule, Node
 from spec_compile.kernels import library
 from spec_compile.kernels.linears import MAX_WEIGHTS, pays, why_not
 from spec_compile.passes.base import Pass, PassContext, PassReport, Stage, register_pass
-from spec_compile.passes.nodes import alias_root, aten, fake_mode, hint, is_call, mutated_arguments, shape, tensor
+from spec_compile.passes.nodes import (
+    alias_root,
+    aten,
+    fake_mode,
+    hint,
+    is_call,
+    mutated_arguments,
+    overlapping_inputs,
+    shape,
+    tensor,
+)
 
 assert library.linears is not None  # importing it registers the operators
 _LINEARS = torch.ops.spec_compile.linears_v1.default
@@ -60,6 +70,8 @@ def _rows(call: Node) -> int | None:
 def _groups(gm: GraphModule) -> list[list[Node]]:
     """Eligible calls with the same input at the same state, in order."""
     written = {alias_root(node) for call in gm.graph.nodes for node in mutated_arguments(call)}
+    sharing = overlapping_inputs(gm.graph)
+    written.update(other for root in list(written) for other in sharing.get(root, ()))
     region = 0
     groups: dict[Any, list[Node]] = {}
     for node in gm.graph.nodes:

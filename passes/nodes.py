@@ -115,18 +115,55 @@ def _scalar(arg: Any) -> float | None:
         return None
     if isinstance(arg, int | float):
         return float(arg)
-    if is_call(arg, aten.full) and list(arg.args[0]) == [] and isinstance(arg.args[1], int | float):
+    if not isinstance(arg, Node) or not _stays(arg):
+        return None
+    if is_call(arg, aten.full) and arg.args[0] in ([], ()) and isinstance(arg.args[1], int | float):
         return float(arg.args[1])
     if is_call(arg, aten.scalar_tensor) and isinstance(arg.args[0], int | float):
         return float(arg.args[0])
     if is_call(arg, aten.to, aten._to_copy, aten.lift_fresh_copy, aten.detach, aten.alias) and shape(arg) == ():
         return scalar(arg.args[0])
-    if isinstance(arg, Node) and arg.op == "get_attr" and isinstance(arg.target, str):
+    if arg.op == "get_attr" and isinstance(arg.target, str):
         owner = arg.graph.owning_module
         held = getattr(owner, arg.target, None) if owner is not None else None
         if isinstance(held, Tensor) and held.dim() == 0 and type(held) is Tensor and held.device.type == "cpu":
             return float(held)
     return None
+
+
+def _stays(node: Node) -> bool:
+    """Whether nothing writes this value, under any name."""
+    names = [node, *overlapping_inputs(node.graph).get(node, ())] if node.op == "get_attr" else [node]
+    while names:
+        name = names.pop()
+        for user in name.users:
+            if name in mutated_arguments(user) or name in perhaps_mutated(user):
+                return False
+            if alias_parent(user) is name:
+                names.append(user)
+    return True
+
+
+def overlapping_inputs(graph: Graph) -> dict[Node, tuple[Node, ...]]:
+    """Inputs and constants whose memory may overlap, under the names of each other: a write to one is a write to all."""
+    by_storage: dict[int, list[tuple[Node, int, int]]] = {}
+    for node in graph.nodes:
+        held = tensor(node) if node.op in ("placeholder", "get_attr") else None
+        if held is None or held.layout != torch.strided:
+            continue
+        steps = [(hint(size), hint(stride)) for size, stride in zip(held.shape, held.stride())]
+        start, spans = hint(held.storage_offset()), [(size - 1) * by for size, by in steps if size is not None and by is not None]
+        first, last = 0, 1 << 62
+        if start is not None and len(spans) == len(steps):
+            first, last = start * held.element_size(), (start + sum(spans) + 1) * held.element_size()
+        by_storage.setdefault(held.untyped_storage()._cdata, []).append((node, first, last))
+    found: dict[Node, tuple[Node, ...]] = {}
+    for sharing in by_storage.values():
+        for node, first, last in sharing if len(sharing) > 1 else ():
+            others = tuple(other for other, start, end in sharing if other is not node and start < last and first < end)
+            if others:
+                found[node] = others
+    return found
 
 
 def mutated_arguments(node: Node) -> list[Node]:
@@ -206,13 +243,19 @@ def alias_root(node: Node) -> Node:
 
 
 def writes_by_root(graph: Graph) -> dict[Node, list[Node]]:
-    """For each storage owner, the calls that write it, in graph order; functional cache writes included."""
+    """For each storage owner, the calls that write it, in graph order; functional cache writes included, and writes to inputs
+    that share its memory."""
     found: dict[Node, list[Node]] = {}
     for node in graph.nodes:
         if packet(node) in FUNCTIONAL_WRITES and isinstance(node.args[0], Node):
             found.setdefault(alias_root(node.args[0]), []).append(node)
         for written in mutated_arguments(node):
             found.setdefault(alias_root(written), []).append(node)
+    own = {node: list(calls) for node, calls in found.items()}
+    for node, others in overlapping_inputs(graph).items():
+        foreign = [call for other in others for call in own.get(other, ())]
+        if foreign:
+            found[node] = sorted({*own.get(node, ()), *foreign})
     return found
 
 

@@ -18,7 +18,7 @@ from spec_compile.passes.attention_match import AttentionMatch
 from spec_compile.passes.base import Pass, PassContext, PassReport, Rejection, Stage, register_pass
 from spec_compile.passes.cache_writes import first_row
 from spec_compile.passes.layer_filter import FilterPlan, require_layers, why_left_out
-from spec_compile.passes.nodes import alias_root, perhaps_mutated, shape, tensor, writes_by_root
+from spec_compile.passes.nodes import alias_root, overlapping_inputs, perhaps_mutated, shape, tensor, writes_by_root
 
 
 class ReusePlan(FilterPlan, Protocol):
@@ -84,8 +84,9 @@ def why_dense(match: AttentionMatch, node: Node, writes: dict[Node, list[Node]],
     for term in match.terms:
         if term.kind == "add" and _per_head(shape(term.node), term.rank):
             return Rejection("a bias per head (ALiBi) is added to the scores, which block scores would not see", term.node.name)
+    names = {key.storage, *overlapping_inputs(node.graph).get(key.storage, ())}
     for call in node.graph.nodes:
-        if any(alias_root(given) is key.storage for given in perhaps_mutated(call)):
+        if any(alias_root(given) in names for given in perhaps_mutated(call)):
             return Rejection(f"{call.name} may write the K cache, which its summary would not see", call.name)
     found = first_row(match, node, writes)
     return found if isinstance(found, Rejection) else None

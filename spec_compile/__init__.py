@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from spec_compile.attachment import attach
     from spec_compile.calibrate import moe_calibrate
     from spec_compile.calibrate_ffn import ffn_calibrate
+    from spec_compile.drafters import Draft, Drafter, PromptLookup
+    from spec_compile.drafters_model import AssistantModel, EarlyExit
     from spec_compile.explainer import explain
     from spec_compile.export_load import LoadedVerify, load
     from spec_compile.exporter import export
@@ -28,15 +30,20 @@ if TYPE_CHECKING:
 
 # Loaded on first use: importing the package costs no more than importing torch, and needs nothing else.
 _HOME = {
+    "AssistantModel": "spec_compile.drafters_model",
     "AttentionPlan": "spec_compile.plan",
     "AuditPlan": "spec_compile.plan",
     "DecodingMetrics": "spec_compile.metrics",
+    "Draft": "spec_compile.drafters",
+    "Drafter": "spec_compile.drafters",
+    "EarlyExit": "spec_compile.drafters_model",
     "FfnCalibration": "spec_compile.plan",
     "FfnPlan": "spec_compile.plan",
     "GenerateOutput": "spec_compile.generation",
     "LoadedVerify": "spec_compile.export_load",
     "MoeCalibration": "spec_compile.plan",
     "MoePlan": "spec_compile.plan",
+    "PromptLookup": "spec_compile.drafters",
     "SparsityPlan": "spec_compile.plan",
     "RewriteReport": "spec_compile.report",
     "RowCache": "spec_compile.models.row_cache",
@@ -55,15 +62,20 @@ _HOME = {
 }
 
 __all__ = [
+    "AssistantModel",
     "AttentionPlan",
     "AuditPlan",
     "DecodingMetrics",
+    "Draft",
+    "Drafter",
+    "EarlyExit",
     "FfnCalibration",
     "FfnPlan",
     "GenerateOutput",
     "LoadedVerify",
     "MoeCalibration",
     "MoePlan",
+    "PromptLookup",
     "RewriteReport",
     "RowCache",
     "SparsityPlan",

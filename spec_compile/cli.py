@@ -187,7 +187,7 @@ def run_export(args: argparse.Namespace) -> dict[str, Any]:
     from spec_compile.loading import load_model
 
     device = choose_device(args.device)
-    model, _ = load_model(args.model, getattr(torch, args.dtype), args.attention)
+    model, _ = load_model(args.model, getattr(torch, args.dtype), args.attention, with_tokenizer=False)
     seconds: dict[str, float] = {}
     with _showing("export") as on_stage:
         manifest = export(
@@ -221,6 +221,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if args.json is not None and not args.json.resolve().parent.is_dir():
             raise SpecCompileError(f"--json {args.json}: no such folder")
+        if args.json is not None and args.json.is_dir():
+            raise SpecCompileError(f"--json {args.json} is a folder: name a file")
         runs = {
             "demo": run_demo, "explain": run_explain, "calibrate": run_calibrate, "generate": cli_generate.run,
             "export": run_export,

@@ -305,6 +305,7 @@ class LoadedVerify:
             )
         if input_ids.dim() != 2 or input_ids.shape[1] == 0:
             raise OptionsError(f"prefill takes input_ids [B, N] with N of at least 1, got {list(input_ids.shape)}")
+        self.cache.require_room(input_ids.shape[1])
         logits = None
         for part in input_ids.split(self.manifest.rows[1], dim=1):
             held = self.cache.length + part.shape[1]

@@ -7,6 +7,7 @@ into outputs here, and the file is refused if one of them is missing.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import logging
 import os
@@ -23,6 +24,9 @@ from torch.export.graph_signature import InputKind, OutputKind, OutputSpec, Tens
 from spec_compile.errors import ArtefactError, ExportError, OptionsError
 from spec_compile.export_program import VerifyProgram, rebuild
 from spec_compile.manifest import PROPERTY, Manifest
+
+# Property beside the manifest.
+CHECKSUM = f"{PROPERTY}_sha256"
 
 # Protocol buffers end at 2 GiB; weights past this lie in a file beside.
 _INLINE = 1 << 30
@@ -80,6 +84,11 @@ def write_onnx(verify: VerifyProgram, path: Path, manifest: Manifest, opset: int
             node.metadata_props.clear()
         large = sum(p.numel() * p.element_size() for p in program.state_dict.values()) > _INLINE
         made.save(str(path), external_data=large)
+    written = onnx.load(str(path), load_external_data=False)
+    onnx.helper.set_model_props(
+        written, {entry.key: entry.value for entry in written.metadata_props} | {CHECKSUM: _digest(written, path)}
+    )
+    onnx.save(written, str(path))
     _check_file(onnx, path, manifest)
 
 
@@ -161,6 +170,26 @@ def _quiet() -> Iterator[None]:
         log.setLevel(before)
 
 
+def _digest(model: Any, path: Path) -> str:
+    """SHA-256 over manifest, nodes and weights, however protobuf writes them: ONNX has no checksum of its own."""
+    found = hashlib.sha256()
+    found.update(next((entry.value for entry in model.metadata_props if entry.key == PROPERTY), "").encode())
+    for node in model.graph.node:
+        found.update(repr((node.op_type, node.domain, [*node.input], [*node.output])).encode())
+        for attribute in sorted(node.attribute, key=lambda given: given.name):
+            found.update(attribute.SerializeToString(deterministic=True))
+    external = False
+    for weight in model.graph.initializer:
+        found.update(repr((weight.name, weight.data_type, [*weight.dims])).encode())
+        external = external or bool(weight.external_data)
+        found.update(weight.raw_data or repr([*weight.float_data, *weight.int32_data, *weight.int64_data]).encode())
+    if external:
+        with path.with_name(path.name + ".data").open("rb") as beside:
+            while part := beside.read(1 << 24):
+                found.update(part)
+    return found.hexdigest()
+
+
 def read_property(path: Path) -> str | None:
     """The manifest's text in an ONNX file.
 
@@ -176,7 +205,14 @@ def read_property(path: Path) -> str | None:
         model = onnx.load(str(path), load_external_data=False)
     except (DecodeError, OSError, ValueError) as error:
         raise ArtefactError(f"{path} is no ONNX file, or is cut short: {error}") from None
-    return next((entry.value for entry in model.metadata_props if entry.key == PROPERTY), None)
+    held = {entry.key: entry.value for entry in model.metadata_props}
+    try:
+        intact = CHECKSUM not in held or held[CHECKSUM] == _digest(model, path)
+    except OSError as error:
+        raise ArtefactError(f"{path} is not whole: its weights cannot be read ({error}). Copy or export it again") from None
+    if not intact:
+        raise ArtefactError(f"{path} is damaged: it does not match its checksum. Copy or export it again")
+    return held.get(PROPERTY)
 
 
 def open_session(path: Path, manifest: Manifest, keywords: dict[str, Any]) -> Callable[[Mapping[str, Tensor]], Tensor]:

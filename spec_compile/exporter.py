@@ -194,6 +194,8 @@ def _check(model: Any, path: Path, batch: int | None, mask: str, opset: int, kin
         raise OptionsError(f"batch must be at least 1, or None for any, got {batch!r}")
     if not path.absolute().parent.is_dir():
         raise OptionsError(f"{path}: no such folder")
+    if path.is_dir():
+        raise OptionsError(f"{path} is a folder: name a file")
     if kind == "onnx":
         from spec_compile.export_onnx import check_installed
 

@@ -75,8 +75,10 @@ def _read_once() -> Iterator[None]:
         yield
 
 
-def load_model(path: Path, dtype: torch.dtype = torch.float32, attention: str = "sdpa") -> tuple[Any, Any]:
-    """Load ``(model, tokenizer)`` for inference.
+def load_model(
+    path: Path, dtype: torch.dtype = torch.float32, attention: str = "sdpa", with_tokenizer: bool = True
+) -> tuple[Any, Any]:
+    """Load ``(model, tokenizer)`` for inference; the tokenizer is None where none is wanted.
 
     Raises:
         OptionsError: nothing to load at ``path``, or the file is damaged.
@@ -88,7 +90,7 @@ def load_model(path: Path, dtype: torch.dtype = torch.float32, attention: str = 
     try:
         with _read_once():
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention, **extra)
-            tokenizer = AutoTokenizer.from_pretrained(folder, **extra)
+            tokenizer = AutoTokenizer.from_pretrained(folder, **extra) if with_tokenizer else None
     except Exception as error:
         raise OptionsError(f"cannot load {path}: {error}") from error
     return model.eval(), tokenizer

@@ -86,6 +86,8 @@ class Sampler:
         self.do_sample, self.temperature, self.top_k, self.top_p = do_sample, float(temperature), top_k, float(top_p)
         self.processors = processors
         self.generator = torch.Generator(device=device)
+        if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool) or not -(1 << 63) <= seed < 1 << 64):
+            raise OptionsError(f"seed must be an integer of 64 bits, got {seed!r}")
         if seed is None:
             self.generator.seed()
         else:

@@ -18,7 +18,7 @@ import spec_compile as sc
 from spec_compile import report
 from spec_compile.models import zoo
 from spec_compile.models.reference_decoder import Decoder, DecoderCache, DecoderConfig
-from spec_compile.report import RewriteReport
+from spec_compile.report import RewriteReport, recorded
 
 
 class Sink(list[RewriteReport]):
@@ -463,3 +463,83 @@ def test_inductor_runs_the_rewritten_graph_without_copying_caches() -> None:
     for rows in (9, 4, 9):
         assert step_both(model, run, a, b, ids(rows), "cache") < 1e-5
     assert b.keys_0.data_ptr() == place and torch.allclose(a.keys_1, b.keys_1, atol=1e-6)
+
+
+def _repeated(x: torch.Tensor) -> torch.Tensor:
+    return x.repeat_interleave(2, 1)
+
+
+def _scaled_through_a_view() -> torch.Tensor:
+    scale = torch.full((), 0.25)
+    scale.view(1).mul_(2.0)
+    return scale
+
+
+def _scaled_through_an_index() -> torch.Tensor:
+    scale = torch.tensor(0.25)
+    scale[None].mul_(2.0)
+    return scale
+
+
+def _filled_through_a_view() -> torch.Tensor:
+    fill = torch.full((), torch.finfo(torch.float32).min)
+    fill.view(1).zero_()
+    return fill
+
+
+@pytest.mark.parametrize(
+    ("scale", "fill"),
+    [
+        (_scaled_through_a_view, lambda: -torch.inf),
+        (_scaled_through_an_index, lambda: -torch.inf),
+        (lambda: 0.25, _filled_through_a_view),
+    ],
+    ids=["scale, view", "scale, index", "fill"],
+)
+def test_a_constant_written_under_another_name_is_no_constant(scale: Any, fill: Any) -> None:
+    def fn(q: Any, k: Any, v: Any, keys: Any, values: Any, position: Any) -> Any:
+        keys.index_copy_(2, position, k)
+        values.index_copy_(2, position, v)
+        seen = torch.arange(64) <= position[:, None]
+        scores = torch.where(seen, q @ _repeated(keys).transpose(2, 3) * scale(), fill())
+        return scores.softmax(-1) @ _repeated(values)
+
+    run = torch.compile(fn, backend="spec_compile", options={"codegen": "eager"})
+    q, k, v = torch.randn(1, 4, 5, 16), torch.randn(1, 2, 5, 16), torch.randn(1, 2, 5, 16)
+    mine, theirs = ([torch.zeros(1, 2, 64, 16) for _ in range(2)] for _ in range(2))
+    for step in range(3):
+        position = torch.arange(5) + 5 * step
+        torch.testing.assert_close(run(q, k, v, *mine, position), fn(q, k, v, *theirs, position), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_a_cache_written_under_the_name_of_another_input(late: bool) -> None:
+    """A flat view kept beside the cache; halves of one tensor that do not overlap stay apart."""
+
+    class Attention(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("both", torch.zeros(2, 1, 2, 64, 16))
+            self.keys, self.values = self.both[0], self.both[1]
+            self.flat = self.keys.view(-1)
+
+        def forward(self, q: Any, k: Any, v: Any, position: Any) -> Any:
+            self.keys.index_copy_(2, position, k)
+            self.values.index_copy_(2, position, v)
+            repeated = _repeated(self.keys)
+            if late:
+                self.flat.mul_(0.5)
+            seen = torch.arange(64) <= position[:, None]
+            scores = (q @ repeated.transpose(2, 3) * 0.25).masked_fill(~seen, -torch.inf)
+            return scores.softmax(-1) @ _repeated(self.values)
+
+    ours, theirs = Attention(), Attention()
+    q, k, v = torch.randn(1, 4, 5, 16), torch.randn(1, 2, 5, 16), torch.randn(1, 2, 5, 16)
+    run = torch.compile(ours, backend="spec_compile", options={"codegen": "eager"})
+    with torch.no_grad(), recorded() as reports:
+        for step in range(3):
+            position = torch.arange(5) + 5 * step
+            torch.testing.assert_close(run(q, k, v, position), theirs(q, k, v, position), atol=1e-5, rtol=1e-5)
+    [entry] = reports[0].attentions
+    assert entry.status == ("refused" if late else "rewritten")
+    assert not late or "writes an operand between the scores and the output" in entry.reason

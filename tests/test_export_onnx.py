@@ -181,3 +181,28 @@ def test_bad_arguments(tmp_path: Path, arguments: dict[str, Any], message: str) 
     with pytest.raises(OptionsError, match=message):
         sc.export(zoo.build("llama", "sdpa"), tmp_path / "a.onnx", max_len=64, **arguments)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_flipped_bit_is_noticed(tmp_path: Path) -> None:
+    """Of a weight, a node or the manifest; in the file itself, and in the one beside it that holds large weights."""
+    for inline in (1 << 30, 0):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(export_onnx, "_INLINE", inline)
+            model = zoo.build("llama", "sdpa", num_hidden_layers=1)
+            path = tmp_path / f"{inline}.onnx"
+            sc.export(model, path, max_len=40, draft_len=3, batch=1, mask="causal")
+        sc.load(path)
+        home = path if inline else path.with_name(path.name + ".data")
+        whole = home.read_bytes()
+        weight = model.model.layers[0].mlp.down_proj.weight.detach()
+        found = [whole.find(given.contiguous().numpy().tobytes()) for given in (weight, weight.t())]
+        place = next(at for at in found if at >= 0)
+        home.write_bytes(whole[: place + 3] + bytes([whole[place + 3] ^ 0x40]) + whole[place + 4 :])
+        with pytest.raises(ArtefactError, match="does not match its checksum"):
+            sc.load(path)
+        home.write_bytes(whole)
+        sc.load(path)
+    text = path.read_bytes()
+    path.write_bytes(text.replace(b'"max_len": 40', b'"max_len": 41'))
+    with pytest.raises(ArtefactError, match="does not match its checksum"):
+        sc.load(path)

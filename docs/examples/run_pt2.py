@@ -30,6 +30,8 @@ class Step:
         }
 
     def load(self, path: str) -> Any:
+        if self.manifest["operators"]:
+            raise SystemExit(f"{path} needs the operators of spec_compile: export it with flavour='portable'")
         return torch.export.load(path).module()
 
     def __call__(self, input_ids: Tensor, sparse: bool | None = None) -> Tensor:
@@ -84,4 +86,6 @@ def demonstrate(step: Any) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        raise SystemExit(__doc__)
     demonstrate(Step(sys.argv[1]))
