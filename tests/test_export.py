@@ -273,6 +273,10 @@ def test_calls_that_are_refused(folder: Path, expected: dict[str, list[torch.Ten
     run.cache.length = MAX_LEN + 60
     with pytest.raises(CacheError, match="the cache is too short"):
         run(torch.zeros(1, 5, dtype=torch.int64))
+    run.cache.length = 9
+    with pytest.raises(CacheError, match="the cache is too short"):
+        run.prefill(torch.zeros(1, MAX_LEN + 60, dtype=torch.int64))
+    assert run.cache.length == 9
     with pytest.raises(OptionsError, match="batch must be 1"):
         sc.load(folder / "portable_sparse.pt2", batch=2)
 
@@ -290,7 +294,9 @@ def test_an_export_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest
 
 
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("spec_compile.loading.load_model", lambda *args: (zoo.build("llama", "sdpa", num_hidden_layers=1), None))
+    monkeypatch.setattr(
+        "spec_compile.loading.load_model", lambda *args, **more: (zoo.build("llama", "sdpa", num_hidden_layers=1), None)
+    )
     PLAN.save(tmp_path / "plan.json")
     out = tmp_path / "verify.pt2"
     arguments = ["export", "model", "--out", str(out), "--plan", str(tmp_path / "plan.json"), "--max-len", "128"]
@@ -301,6 +307,16 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkey
     assert sc.load(out)(torch.zeros(1, 5, dtype=torch.int64)).shape == (1, 5, zoo.VOCAB)
     assert cli.main(["export", "model", "--out", str(tmp_path / "verify.bin")]) == 1
     assert "path must end in" in capsys.readouterr().err
+    (tmp_path / "folder.pt2").mkdir()
+    assert cli.main(["export", "model", "--out", str(tmp_path / "folder.pt2"), "--max-len", "64"]) == 1
+    assert "folder.pt2 is a folder: name a file" in capsys.readouterr().err
+    assert cli.main([*arguments, "--json", str(tmp_path)]) == 1
+    assert "is a folder: name a file" in capsys.readouterr().err
+
+
+def test_a_folder_without_a_tokenizer_is_exported(tmp_path: Path) -> None:
+    zoo.build("llama", "sdpa", num_hidden_layers=1).save_pretrained(tmp_path / "model")
+    assert cli.main(["export", str(tmp_path / "model"), "--out", str(tmp_path / "a.pt2"), "--max-len", "64"]) == 0
 
 
 def test_outputs_that_a_pass_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -311,3 +312,9 @@ def test_bad_logits_and_audits() -> None:
         Sampler().verify(torch.zeros(1, 2, VOCAB), draft, [[]])
     with pytest.raises(OptionsError, match="a chain with the sparse distributions"):
         Sampler(True).audit(torch.zeros(1, 3, VOCAB), draft, [[]])
+
+
+@pytest.mark.parametrize("seed", ["a", 1 << 64, True, 1.5])
+def test_seeds_that_no_generator_takes(seed: Any) -> None:
+    with pytest.raises(OptionsError, match="seed must be an integer of 64 bits"):
+        Sampler(True, 1.0, 0, 1.0, seed=seed)
