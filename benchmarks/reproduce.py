@@ -59,7 +59,7 @@ RUNS = (
     Run("ffn-quality", "cpu", "ffn_quality.py", long=True),
     Run("decoding-greedy", "cpu", "decoding.py --part greedy", long=True),
     Run("decoding-audited", "cpu", "decoding.py --part audited", long=True),
-    Run("paper-tables", "cpu", "paper_tables.py", long=True),
+    Run("paper-tables", "cpu", "paper_tables.py --prefix 1536 --taus 0.05 0.1 --texts 5", long=True),
     Run("export", "cpu", "export.py", long=True),
 )  # fmt: skip
 
