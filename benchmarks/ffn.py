@@ -43,7 +43,7 @@ from spec_compile.kernels.mlp import why_no_mlp_kernel
 
 THRESHOLD = 0.5
 PEERS = ("cublas", "inductor", "linears", "masked")
-PARTS = ("first", "down", "gate", "up", "sparse_down")
+PARTS = ("first", "down", "gate", "kept", "sparse_down")
 
 
 @dataclass(frozen=True)
@@ -116,8 +116,8 @@ def masked(layer: Layer) -> Tensor:
 
 
 def linears(layer: Layer) -> Tensor:
-    gate, up = library.linears(layer.x, [layer.gate, layer.up], [])
-    return library.linears(silu(gate) * up, [layer.down], [])[0]
+    gate, up = library.linears(layer.x, [layer.gate, layer.up], [None, None])
+    return library.linears(silu(gate) * up, [layer.down], [None])[0]
 
 
 def inductor() -> Callable[[Layer], Tensor]:
@@ -230,8 +230,18 @@ def print_row(row: dict[str, Any]) -> None:
 
 def tilings(chosen: Any, which: str) -> list[Any]:
     """The table's tiling, and others that differ in one product or in what goes with it."""
-    product = getattr(chosen, which)
     found = [chosen]
+    if which == "kept":
+        for warps, stages, steps in itertools.product(
+            (2, 4), (4, 5, 6), (((128, 5), (64, 8)), ((128, 8), (64, 8)), ((256, 3), (128, 4)))
+        ):
+            cut = [replace(chosen.kept[0], stages=stages, warps=warps)]
+            cut += [replace(part, depth=k, stages=s, warps=warps) for part, (k, s) in zip(chosen.kept[1:], steps)]
+            found.append(replace(chosen, kept=tuple(cut)))
+        # One or two programs a processor (of 132), or more.
+        found += [replace(chosen, fill=fill) for fill in (132, 264, 396)]
+        return list(dict.fromkeys(found))
+    product = getattr(chosen, which)
 
     def add(**changes: Any) -> None:
         found.append(replace(chosen, **{which: replace(product, **changes)}))
@@ -243,22 +253,17 @@ def tilings(chosen: Any, which: str) -> list[Any]:
         for ahead in (0, 128, 512):
             add(ahead=ahead)
         add(width=128, depth=128, stages=3, warps=8)
-    elif which == "up":
-        for width, depth, stages in itertools.product((16, 32, 64), (128, 256, 512), (3, 4, 5, 6)):
-            if 16 << 10 <= width * depth * 2 * stages <= 112 << 10:
-                add(width=width, depth=depth, stages=stages)
-        add(width=64, depth=128, stages=4, swap=True)
-        found += [replace(chosen, least=least) for least in (1, 8)]
-        # One, two or more programs a processor (of 132), or as many as there are.
-        found += [replace(chosen, fill=fill) for fill in (132, 264, 396, 1 << 16)]
-        found += [replace(chosen, fill=fill, up=replace(product, width=16, depth=512)) for fill in (132, 264)]
     else:
         key = "splits" if which == "down" else "sparse_splits"
-        for width, depth, stages, swap in itertools.product((64, 128, 256), (32, 64, 128), (3, 4, 5, 6), (True, False)):
+        for width, depth, stages, swap in itertools.product(
+            (64, 128, 256), (32, 64, 128), (3, 4, 5, 6), (which == "down", False)
+        ):
             if 32 << 10 <= width * depth * 2 * stages <= 112 << 10:
                 add(width=width, depth=depth, stages=stages, swap=swap, warps=8 if width == 256 else 4)
-        for ahead in (0, 32, 64, 128):
+        for ahead in (0, 32, 64, 128) if which == "down" else ():
             add(ahead=ahead)
+        for warps, stages in itertools.product((1, 2, 4), (2, 3, 4, 5)) if which == "sparse_down" else ():
+            add(warps=warps, stages=stages)
         for splits, width in itertools.product((2, 4, 6, 8, 12, 16), (64, 128)):
             found.append(replace(chosen, **{key: splits, which: replace(product, width=width)}))
         found += [replace(chosen, columns=columns) for columns in (64, 256, 512)]

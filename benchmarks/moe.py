@@ -108,7 +108,7 @@ class Layers:
             block.experts.config._experts_implementation = name
 
     def route(self, block: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-        [logits] = library.linears(x, [block.gate.weight], [])
+        [logits] = library.linears(x, [block.gate.weight], [None])
         dtype = torch.float32 if self.shape.model == "mixtral" else x.dtype
         return library.moe_route(logits, None, "softmax", self.shape.k, True, 0.0, 1.0, 1, 1, "score_first", dtype)
 
@@ -201,7 +201,7 @@ def measure(layers: Layers, rows: int, peers: Sequence[str], bandwidth: float) -
     }
     flat = [x.flatten(0, 1) for x in layers.inputs]
     parts = {
-        "router": [lambda b=b, x=x: library.linears(x, [b.gate.weight], []) for b, x in zip(layers.blocks, flat)],
+        "router": [lambda b=b, x=x: library.linears(x, [b.gate.weight], [None]) for b, x in zip(layers.blocks, flat)],
         "router, route": [lambda b=b, x=x: layers.route(b, x) for b, x in zip(layers.blocks, flat)],
         "experts": [
             lambda b=b, x=x, r=r: layers.experts(b, x, *r) for b, x, r in zip(layers.blocks, flat, layers.routed())

@@ -403,22 +403,22 @@ def _(
 
 
 @torch.library.custom_op("spec_compile::linears_v1", mutates_args=())
-def linears(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> list[Tensor]:
+def linears(x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> list[Tensor]:
     """Linear layers of one input: ``[x @ w.T + b for w, b in zip(weights, biases)]``, float32 accumulation.
 
     Args:
         x: ``[..., K]``.
         weights: up to 4, each ``[N, K]``, x's dtype.
-        biases: none, or one ``[N]`` for each weight.
+        biases: ``[N]`` for each weight, or None for each; compiled artefacts cannot hold a list without elements.
 
     Returns:
         a contiguous ``[..., N]`` for each weight.
     """
-    return _linears(x, weights, biases)
+    return _linears(x, weights, [bias for bias in biases if bias is not None])
 
 
 @linears.register_fake
-def _(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> list[Tensor]:
+def _(x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> list[Tensor]:
     return [x.new_empty(*x.shape[:-1], weight.shape[0]) for weight in weights]
 
 

@@ -1,9 +1,8 @@
 """A feed-forward layer in Triton that reads, past the activation, only the channels that some draft row keeps.
 
-Five launches and no host reads: the activation of all channels, with a list of those that each tile keeps; one list of them all
-(with a budget, the contest for it); the other first product of the kept channels; the last product over them; an ordered sum.
-The number of channels is known on the device alone: programs take equal shares of the list, so that few channels still keep the
-whole device reading.
+Four launches and no host reads: the activation of all channels, with a list of those that each tile keeps; the other first
+product of each tile's kept channels, which are laid side by side; the last product over them; an ordered sum. A budget adds the
+contest for it. The number of channels is known on the device alone: the parts of the last product take the same number of them.
 """
 
 from __future__ import annotations
@@ -17,14 +16,15 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from spec_compile.kernels.contest_triton import running_sum
-from spec_compile.kernels.mlp_compact_triton import compact_warps, mlp_compact_kernel
 from spec_compile.kernels.mlp_tiling import MlpTiling, choose_mlp_tiling
 from spec_compile.kernels.mlp_triton import Launches, activated, common_options, contiguous_bias, flat_rows, ordered_sum
 from spec_compile.kernels.moe_experts_triton import product
 from spec_compile.kernels.prefetch_triton import prefetch
 
-# Columns past the last kept channel that hold zeros: masks of the last product end at a multiple of so many, as wide loads need.
-PAD = tl.constexpr(16)
+# Kept channels that lie together: parts of the last product take so many in turn.
+GROUP = tl.constexpr(16)
+# Tiles whose counts are looked at together.
+TOGETHER = 256
 
 
 @triton.jit(do_not_specialize=["rows", "threshold"])
@@ -78,8 +78,8 @@ def _mlp_activation_kernel(
 
 
 @triton.jit(do_not_specialize=["keep"])
-def _mlp_contest_kernel(SCORE, KEPT, TOTAL, SWITCH, keep, inner, CHUNK: tl.constexpr, PDL: tl.constexpr):
-    """The ``keep`` channels with the largest scores, ties to the lowest, ascending; all in an exact step."""
+def _mlp_contest_kernel(SCORE, LIST, COUNT, SWITCH, keep, inner, WIDTH: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr):
+    """The ``keep`` channels with the largest scores, ties to the lowest, as lists of tiles; all in an exact step."""
     n = tl.arange(0, CHUNK)
     if PDL:
         gdc_launch_dependents()
@@ -89,44 +89,66 @@ def _mlp_contest_kernel(SCORE, KEPT, TOTAL, SWITCH, keep, inner, CHUNK: tl.const
     bits = tl.load(SCORE + n, mask=n < inner, other=0.0).to(tl.int32, bitcast=True) & 0x7FFFFFFF
     bits = tl.where(n < inner, bits, -1)
     top = 1 << 30
-    bound = tl.where(tl.sum((bits >= top).to(tl.int32), 0) >= budget, top, 0)
-    for step in tl.range(0, 15):
-        # Two bits at a time: three counts, each of less than 20 bits, in one sum.
-        unit = 1 << (28 - 2 * step)
-        low = (bits >= bound + unit).to(tl.int64)
-        mid = (bits >= bound + 2 * unit).to(tl.int64)
-        high = (bits >= bound + 3 * unit).to(tl.int64)
-        counts = tl.sum(low + (mid << 20) + (high << 40), 0)
-        reached = ((counts & 0xFFFFF) >= budget).to(tl.int32) + (((counts >> 20) & 0xFFFFF) >= budget).to(tl.int32)
-        bound += (reached + ((counts >> 40) >= budget).to(tl.int32)) * unit
+    reach = tl.sum((bits >= top).to(tl.int32), 0)
+    bound = tl.where(reach >= budget, top, 0)
+    reach = tl.where(reach >= budget, reach, inner)
+    unit = 1 << 28
+    # Once as many reach the bound as there is room for, its lower bits do not matter.
+    while (unit > 0) & (reach != budget):
+        # Two bits at a time: three counts in one sum, of 32 channels in 32 bits, of all in 64.
+        low = (bits >= bound + unit).to(tl.int32)
+        mid = (bits >= bound + 2 * unit).to(tl.int32)
+        high = (bits >= bound + 3 * unit).to(tl.int32)
+        sums = tl.sum(tl.reshape(low + (mid << 10) + (high << 20), [CHUNK // 32, 32]), 1).to(tl.int64)
+        counts = tl.sum((sums & 0x3FF) + ((sums >> 10 & 0x3FF) << 20) + (sums >> 20 << 40), 0)
+        one = (counts & 0xFFFFF).to(tl.int32)
+        two = (counts >> 20 & 0xFFFFF).to(tl.int32)
+        three = (counts >> 40).to(tl.int32)
+        bound += ((one >= budget).to(tl.int32) + (two >= budget).to(tl.int32) + (three >= budget).to(tl.int32)) * unit
+        reach = tl.where(three >= budget, three, tl.where(two >= budget, two, tl.where(one >= budget, one, reach)))
+        unit = unit >> 2
     above = (bits > bound).to(tl.int32)
     tied = ((bits == bound) & (n < inner)).to(tl.int32)
     left = budget - tl.sum(above, 0)
     chosen = tl.where((above > 0) | ((tied > 0) & (running_sum(tied, CHUNK) <= left)), 1, 0)
-    tl.store(KEPT + running_sum(chosen, CHUNK) - 1, n, mask=chosen > 0)
-    tl.store(TOTAL, budget)
+    by_tile = tl.reshape(chosen, [CHUNK // WIDTH, WIDTH])
+    channel = tl.reshape(n, [CHUNK // WIDTH, WIDTH])
+    tl.store(LIST + channel // WIDTH * WIDTH + tl.cumsum(by_tile, 1) - 1, channel, mask=by_tile > 0)
+    tile = tl.arange(0, CHUNK // WIDTH)
+    tl.store(COUNT + tile, tl.sum(by_tile, 1), mask=tile * WIDTH < inner)
 
 
-@triton.jit(do_not_specialize=["rows"])
-def _mlp_kept_kernel(
-    X, W, BIAS, ACT, KEPT, TOTAL, INNER, x_m, w_n, h_m, rows, hidden, inner,
-    GATED: tl.constexpr, HAS_BIAS: tl.constexpr, FILL: tl.constexpr, LEAST: tl.constexpr, M: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr, EVEN: tl.constexpr, SWAP: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+@triton.jit
+def _tile_of(COUNT, place, tiles, CHUNK: tl.constexpr):
+    """The tile whose list holds the ``place``-th channel of all lists, and how many the lists before it hold."""
+    tile = tl.zeros(place.shape, tl.int32)
+    before = tl.zeros(place.shape, tl.int32)
+    base = 0
+    for start in tl.range(0, tiles, CHUNK):
+        t = start + tl.arange(0, CHUNK)
+        counts = tl.load(COUNT + t, mask=t < tiles, other=0)
+        ends = base + tl.cumsum(counts, 0)
+        past = ends[None, :] <= place[:, None]
+        tile += tl.sum(past.to(tl.int32), 1)
+        before = tl.maximum(before, tl.max(tl.where(past, ends[None, :], 0), 1))
+        base += tl.sum(counts, 0)
+    return tile, before
+
+
+@triton.jit
+def _spread(place, cap, SPLITS: tl.constexpr):
+    """Where the ``place``-th kept channel lies among the parts of the last product."""
+    return place // GROUP % SPLITS * cap + place // (GROUP * SPLITS) * GROUP + place % GROUP
+
+
+@triton.jit
+def _kept_part(
+    X, W, BIAS, ACT, COUNT, KEPT, INNER, x_m, w_n, h_m, cap, rows, hidden, inner, tile, channel, used, place,
+    BY_TILE: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, CHUNK: tl.constexpr, SPLITS: tl.constexpr,
+    M: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """``act * up`` of the kept channels side by side, ``TOTAL`` columns and zeros up to a multiple of ``PAD``."""
-    if PDL:
-        gdc_wait()
-        # Not before: the next launch reads the list of channels without a wait of its own.
-        gdc_launch_dependents()
-    total = tl.load(TOTAL)
-    share = tl.minimum(tl.maximum(tl.cdiv(total, FILL), LEAST), BN)
-    first = tl.program_id(0) * share
-    if first >= total:
-        return
-    j = tl.arange(0, BN)
-    place = first + j
-    used = (j < share) & (place < total)
-    channel = tl.load(KEPT + place, mask=used, other=0)
+    """``act * up`` of up to ``BN`` channels, and their ids, where the parts of the last product look for them. ``place`` is
+    theirs in the list of all, or, ``BY_TILE``, in that of their tile."""
     k = tl.arange(0, BK)
     w_at = W + channel.to(tl.int64)[:, None] * w_n + k[None, :]
     for start in tl.range(0, rows, M):
@@ -135,70 +157,129 @@ def _mlp_kept_kernel(
         h = tl.load(ACT + m.to(tl.int64)[:, None] * inner + channel[None, :], mask=real, other=0.0)
         if GATED:
             x_at = X + m.to(tl.int64)[:, None] * x_m + k[None, :]
-            acc = product(x_at, w_at, (m < rows)[:, None], used[:, None], 0, hidden, 0, BN, BK, M, EVEN, False, SWAP, PRECISION)
+            acc = tl.zeros([M, BN], tl.float32)
+            for step in tl.range(0, hidden, BK, num_stages=STAGES):
+                if EVEN:
+                    w = tl.load(w_at + step, mask=used[:, None], other=0.0)
+                    x = tl.load(x_at + step, mask=(m < rows)[:, None], other=0.0)
+                else:
+                    inside = (step + k < hidden)[None, :]
+                    w = tl.load(w_at + step, mask=used[:, None] & inside, other=0.0)
+                    x = tl.load(x_at + step, mask=(m < rows)[:, None] & inside, other=0.0)
+                acc = tl.dot(x, w.T, acc, input_precision=PRECISION)
             if HAS_BIAS:
                 acc += tl.load(BIAS + channel, mask=used, other=0.0).to(tl.float32)[None, :]
             h = h * acc
-        h_at = INNER + m.to(tl.int64)[:, None] * h_m
-        tl.store(h_at + place[None, :], h.to(INNER.dtype.element_ty), mask=real)
-        if first == 0:
-            past = total + tl.arange(0, PAD)
-            inside = (m < rows)[:, None] & (past < tl.cdiv(total, PAD) * PAD)[None, :]
-            tl.store(h_at + past[None, :], tl.zeros([M, PAD], INNER.dtype.element_ty), mask=inside)
+        at = place
+        if BY_TILE:
+            # Summed behind the product: before it, the weights would wait.
+            for begin in tl.range(0, tile, CHUNK):
+                t = begin + tl.arange(0, CHUNK)
+                at += tl.sum(tl.load(COUNT + t, mask=t < tile, other=0), 0)
+        at = _spread(at, cap, SPLITS)
+        tl.store(INNER + m.to(tl.int64)[:, None] * h_m + at[None, :], h.to(INNER.dtype.element_ty), mask=real)
+        tl.store(KEPT + at, channel, mask=used)
+
+
+@triton.jit(do_not_specialize=["rows", "tiles"])
+def _mlp_kept_kernel(
+    X, W, BIAS, ACT, LIST, COUNT, KEPT, TOTAL, INNER, x_m, w_n, h_m, cap, rows, hidden, inner, tiles,
+    GATED: tl.constexpr, HAS_BIAS: tl.constexpr, CHUNK: tl.constexpr, SPLITS: tl.constexpr, M: tl.constexpr,
+    WIDTHS: tl.constexpr, DEPTHS: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """``act * up`` of the kept channels, laid out for the parts of the last product, and how many there are.
+
+    Where no tile kept many, a program takes one tile's: their ids are known at once. Otherwise each takes an equal share of all.
+    The product is as wide as that needs: a wide one that is mostly empty would leave the pipeline short.
+    """
+    KINDS: tl.constexpr = len(WIDTHS)
+    WIDTH: tl.constexpr = WIDTHS[KINDS - 1]
+    program = tl.program_id(0)
+    own = tl.minimum(program, tiles - 1)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    mine = tl.load(COUNT + own)
+    # How many in all, in the low 17 bits, and tiles with many, in one sum.
+    sums = tl.zeros([CHUNK], tl.int32)
+    for start in tl.range(0, tiles, CHUNK):
+        t = start + tl.arange(0, CHUNK)
+        counts = tl.load(COUNT + t, mask=t < tiles, other=0)
+        sums += counts + ((counts > WIDTHS[KINDS - 2]).to(tl.int32) << 17)
+    packed = tl.sum(sums, 0)
+    total = packed & 0x1FFFF
+    share = tl.cdiv(total, tl.num_programs(0))
+    for which in tl.static_range(KINDS):
+        i = tl.arange(0, WIDTHS[which])
+        if which < KINDS - 1:
+            # Places that hold nothing are read, too: waiting for the count would take longer.
+            listed = tl.load(LIST + own * WIDTH + i)
+            if (
+                (packed >> 17 == 0)
+                & (program < tiles)
+                & (mine > (WIDTHS[which - 1] if which > 0 else 0))
+                & (mine <= WIDTHS[which])
+            ):
+                _kept_part(
+                    X, W, BIAS, ACT, COUNT, KEPT, INNER, x_m, w_n, h_m, cap, rows, hidden, inner, own,
+                    tl.where(i < mine, listed, 0), i < mine, i, True, GATED, HAS_BIAS, CHUNK, SPLITS, M, WIDTHS[which],
+                    DEPTHS[which], STAGES[which], EVEN, PRECISION,
+                )  # fmt: skip
+        if which > 0:
+            fits = (share > (WIDTHS[which - 1] if which > 1 else 0)) & (share <= WIDTHS[which])
+            if (packed >> 17 > 0) & fits & (program * share < total):
+                place = program * share + i
+                used = (i < share) & (place < total)
+                tile, before = _tile_of(COUNT, place, tiles, CHUNK)
+                channel = tl.load(LIST + tile * WIDTH + place - before, mask=used, other=0)
+                _kept_part(
+                    X, W, BIAS, ACT, COUNT, KEPT, INNER, x_m, w_n, h_m, cap, rows, hidden, inner, 0, channel, used, place,
+                    False, GATED, HAS_BIAS, CHUNK, SPLITS, M, WIDTHS[which], DEPTHS[which], STAGES[which], EVEN, PRECISION,
+                )  # fmt: skip
+    if program == 0:
+        tl.store(TOTAL, total)
+        # Zeros up to a whole group: masks of the last product end there, as wide loads need.
+        place = total + tl.arange(0, GROUP)
+        for row in tl.range(0, rows):
+            row_at = INNER + tl.cast(row, tl.int64) * h_m + _spread(place, cap, SPLITS)
+            tl.store(row_at, tl.zeros([GROUP], INNER.dtype.element_ty), mask=place < tl.cdiv(total, GROUP) * GROUP)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _mlp_sparse_down_kernel(
-    INNER, W, KEPT, TOTAL, PARTS, w_f, h_m, rows, out,
-    M: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr, SWAP: tl.constexpr, PRECISION: tl.constexpr,
-    AHEAD: tl.constexpr, PDL: tl.constexpr,
+    INNER, W, KEPT, TOTAL, PARTS, w_f, h_m, cap, rows, out,
+    M: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The last product over the list of kept channels, float32 ``[SPLITS, rows, out]``; ``w_f`` is the stride of channels."""
-    first = tl.program_id(0) // SPLITS * BN
+    """The last product over the kept channels, float32 ``[SPLITS, rows, out]``; ``w_f`` is the stride of channels."""
     split = tl.program_id(0) % SPLITS
-    n = first + tl.arange(0, BN)
+    n = tl.program_id(0) // SPLITS * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)
-    # The list is whole before the launch that this one waits for begins to work; read past a cache that may still hold an older.
-    total = tl.load(TOTAL, cache_modifier=".cg")
-    steps = tl.cdiv(total, BK)
-    k_lo = split * steps // SPLITS * BK
-    k_hi = tl.minimum((split + 1) * steps // SPLITS * BK, total)
+    ids = KEPT + split * cap + k
     if PDL:
-        if AHEAD > 0:
-            LINE: tl.constexpr = 512 // W.dtype.element_ty.primitive_bitwidth
-            i = tl.arange(0, AHEAD * (BN // LINE))
-            place = k_lo + i // (BN // LINE)
-            row = tl.load(KEPT + place, mask=place < k_hi, other=0, cache_modifier=".cg")
-            if k_lo < k_hi:
-                prefetch(W + row.to(tl.int64) * w_f + tl.minimum(first + i % (BN // LINE) * LINE, out - 1))
         gdc_wait()
         gdc_launch_dependents()
-    filled = tl.cdiv(total, PAD) * PAD
+    # Before anything is known of how many there are: one wait for both.
+    first = tl.load(ids)
+    total = tl.load(TOTAL)
+    part = tl.minimum(tl.maximum(total % (GROUP * SPLITS) - split * GROUP, 0), GROUP)
+    count = total // (GROUP * SPLITS) * GROUP + part
+    filled = tl.cdiv(count, GROUP) * GROUP
     for begin in tl.range(0, rows, M):
         m = begin + tl.arange(0, M)
-        h_at = INNER + m.to(tl.int64)[:, None] * h_m + k[None, :]
-        if SWAP:
-            acc = tl.zeros([BN, M], tl.float32)
-        else:
-            acc = tl.zeros([M, BN], tl.float32)
+        h_at = INNER + m.to(tl.int64)[:, None] * h_m + split * cap + k[None, :]
+        acc = tl.zeros([M, BN], tl.float32)
         # Ids are loaded a step ahead: fetched in the same step, they would take the pipeline's buffers.
-        channel = tl.load(KEPT + k_lo + k, mask=k_lo + k < k_hi, other=0)
-        for start in tl.range(k_lo, k_hi, BK):
-            following = start + BK + k
-            ahead = tl.load(KEPT + following, mask=following < k_hi, other=0)
-            inside = start + k < k_hi
-            w = tl.load(
-                W + channel.to(tl.int64)[:, None] * w_f + n[None, :], mask=inside[:, None] & (n < out)[None, :], other=0.0
-            )
+        channel = tl.where(k < count, first, 0)
+        for start in tl.range(0, count, BK):
+            ahead = tl.load(ids + start + BK, mask=start + BK + k < count, other=0)
+            w_at = W + channel.to(tl.int64)[:, None] * w_f + n[None, :]
+            w = tl.load(w_at, mask=(start + k < count)[:, None] & (n < out)[None, :], other=0.0)
             h = tl.load(h_at + start, mask=(m < rows)[:, None] & (start + k < filled)[None, :], other=0.0)
-            if SWAP:
-                acc = tl.dot(w.T, h.T, acc, input_precision=PRECISION)
-            else:
-                acc = tl.dot(h, w, acc, input_precision=PRECISION)
+            acc = tl.dot(h, w, acc, input_precision=PRECISION)
             channel = ahead
-        result = acc.T if SWAP else acc
         out_at = PARTS + (split * rows + m).to(tl.int64)[:, None] * out + n[None, :]
-        tl.store(out_at, result, mask=(m < rows)[:, None] & (n < out)[None, :])
+        tl.store(out_at, acc, mask=(m < rows)[:, None] & (n < out)[None, :])
 
 
 def sparse_launches(
@@ -212,16 +293,19 @@ def sparse_launches(
     tiling = tiling or choose_mlp_tiling(x.device, x.dtype, rows, hidden, inner, out)
     gate_bias, up_bias, down_bias = (contiguous_bias(bias) for bias in (gate_bias, up_bias, down_bias))
     by, bias = (up, up_bias) if gate is None else (gate, gate_bias)
-    g, u, dn = tiling.gate, tiling.up, tiling.sparse_down
+    g, dn, splits = tiling.gate, tiling.sparse_down, tiling.sparse_splits
     tiles, budget = triton.cdiv(inner, g.width), keep > 0
     acts = x.new_empty(rows, inner, dtype=torch.float32)
     score = acts.new_empty(inner if budget else 0)
-    # Lists of the tiles, the list of all, counts of the tiles.
-    ids = x.new_empty(tiles * g.width + inner + tiles, dtype=torch.int32)
-    listed, kept, count = ids.split([tiles * g.width, inner, tiles])
-    total = ids.new_empty(1) if total is None else total
-    between = x.new_empty(rows, -(-inner // PAD.value) * PAD.value)
-    parts = x.new_empty(tiling.sparse_splits, rows, out, dtype=torch.float32)
+    # Room of a part of the last product: its share of whole turns, in steps that stay inside.
+    cap = triton.cdiv(triton.cdiv(inner, GROUP.value * splits) * GROUP.value, dn.depth) * dn.depth
+    # Lists of the tiles, their counts, lists of the parts.
+    listed, count, kept = x.new_empty(tiles * (g.width + 1) + splits * cap, dtype=torch.int32).split(
+        [tiles * g.width, tiles, splits * cap]
+    )
+    total = listed.new_empty(1) if total is None else total
+    between = x.new_empty(rows, splits * cap)
+    parts = x.new_empty(splits, rows, out, dtype=torch.float32)
     result = x.new_empty(*x.shape[:-1], out)
     common = common_options(x, tiling)
     pdl = {name: common[name] for name in ("PDL", "launch_pdl") if name in common}
@@ -237,25 +321,21 @@ def sparse_launches(
         chunk = max(1024, triton.next_power_of_2(inner))
         launches.append(("contest", bind(
             _mlp_contest_kernel[(1,)],
-            score, kept, total, switch, keep, inner, CHUNK=chunk, num_warps=contest_warps(chunk), **pdl,
+            score, listed, count, switch, keep, inner, WIDTH=g.width, CHUNK=chunk, num_warps=contest_warps(chunk), **pdl,
         )))  # fmt: skip
-    else:
-        launches.append(("compact", bind(
-            mlp_compact_kernel[(tiles,)], listed, count, kept, total, tiles, WIDTH=g.width,
-            TILES=max(32, triton.next_power_of_2(tiles)), num_warps=compact_warps(tiles), **pdl,
-        )))  # fmt: skip
-    programs = triton.cdiv(inner, u.width)
     launches.append(("kept", bind(
-        _mlp_kept_kernel[(programs,)],
-        flat, up, x if up_bias is None else up_bias, acts, kept, total, between, flat.stride(0), up.stride(0), between.stride(0),
-        rows, hidden, inner, GATED=gate is not None, HAS_BIAS=up_bias is not None, FILL=min(tiling.fill, programs),
-        LEAST=min(tiling.least, u.width), BN=u.width, BK=u.depth, EVEN=hidden % u.depth == 0, SWAP=u.swap, num_warps=u.warps,
-        num_stages=u.stages, **common,
+        _mlp_kept_kernel[(max(tiles, tiling.fill),)],
+        flat, up, x if up_bias is None else up_bias, acts, listed, count, kept, total, between, flat.stride(0), up.stride(0),
+        between.stride(0), cap, rows, hidden, inner, tiles, GATED=gate is not None, HAS_BIAS=up_bias is not None,
+        CHUNK=min(TOGETHER, max(32, triton.next_power_of_2(tiles))), SPLITS=splits,
+        WIDTHS=tuple(part.width for part in tiling.kept),
+        DEPTHS=tuple(part.depth for part in tiling.kept), STAGES=tuple(part.stages for part in tiling.kept),
+        EVEN=hidden % max(part.depth for part in tiling.kept) == 0, num_warps=tiling.kept[0].warps, **common,
     )))  # fmt: skip
     launches.append(("down", bind(
-        _mlp_sparse_down_kernel[(triton.cdiv(out, dn.width) * tiling.sparse_splits,)],
-        between, down, kept, total, parts, down.stride(1), between.stride(0), rows, out, BN=dn.width, BK=dn.depth,
-        SPLITS=tiling.sparse_splits, SWAP=dn.swap, AHEAD=dn.ahead, num_warps=dn.warps, num_stages=dn.stages, **common,
+        _mlp_sparse_down_kernel[(triton.cdiv(out, dn.width) * splits,)],
+        between, down, kept, total, parts, down.stride(1), between.stride(0), cap, rows, out, BN=dn.width, BK=dn.depth,
+        SPLITS=splits, num_warps=dn.warps, num_stages=dn.stages, **common,
     )))  # fmt: skip
     launches.append(("sum", bind(ordered_sum, parts, down_bias, result.view(rows, out), tiling, common["PDL"])))
     return result, launches

@@ -21,8 +21,9 @@ class MlpTiling:
     Attributes:
         first: gate and up in one launch (a tile holds as many rows of one as of the other), or the one first product.
         gate: the product of the activation, by itself, in sparse steps.
-        up: the product of the kept channels; ``width`` is the most of them a program takes, ``least`` the fewest.
-        fill: programs that share the kept channels evenly while they are few.
+        kept: the other first product of kept channels, by how many a program takes at most (``width``); the last is as wide as
+            ``gate``. They share their number of warps.
+        fill: programs that share the kept channels, or as many as tiles of ``gate``.
         down, sparse_down: the last product in exact and in sparse steps: width counts outputs, depth channels; so does the
             ``ahead`` of what is asked for before the launch in front is done.
         splits, sparse_splits: parts of its sum.
@@ -32,14 +33,13 @@ class MlpTiling:
 
     first: Product
     gate: Product
-    up: Product
+    kept: tuple[Product, ...]
     down: Product
     sparse_down: Product
     rows: int
     splits: int = 8
     sparse_splits: int = 8
     fill: int = 264
-    least: int = 4
     columns: int = 128
 
 
@@ -55,17 +55,22 @@ def _choose(device: Device, itemsize: int, rows: int, hidden: int, inner: int, o
         # Exact float32 products run on the ordinary arithmetic units: registers bound the tile.
         plain = Product(32, 32, 4, 3, False)
         one = fitted(plain, 16, 4, device)
-        return MlpTiling(one, one, replace(one, width=16), one, one, 16, 4, 4)
+        return MlpTiling(one, one, (replace(one, width=16), one), one, one, 16, 4, 4, 2 * device.processors)
     swap = device.capability // 10 == 9
 
-    def product(width: int, depth: int, stages: int, swapped: bool, ahead: int = 0) -> Product:
-        return fitted(Product(width, depth, 4, stages, swapped, ahead), tall, itemsize, device)
+    def product(width: int, depth: int, stages: int, swapped: bool, ahead: int = 0, warps: int = 4) -> Product:
+        return fitted(Product(width, depth, warps, stages, swapped, ahead), tall, itemsize, device)
 
-    splits = _splits(device, out, 64, inner // 128)
+    if tall == 16:
+        kept = (product(16, 256, 6, False, warps=2), product(32, 128, 5, False, warps=2), product(64, 64, 8, False, warps=2))
+    else:
+        kept = (product(16, 256, 5, False), product(32, 256, 3, False), product(64, 128, 3, False))
     return MlpTiling(
-        first=product(64, 128, 4, swap, 256), gate=product(64, 128, 4, swap, 256), up=product(32, 256, 5, False),
-        down=product(64, 128, 4, swap, 256), sparse_down=product(128, 64, 4, swap, 64), rows=tall, splits=splits,
-        sparse_splits=_splits(device, out, 128, inner // 64), fill=2 * device.processors,
+        first=product(64, 128, 4, swap, 256), gate=product(64, 128, 4, swap, 256),
+        kept=kept,
+        down=product(64, 128, 4, swap, 256), sparse_down=product(64, 64, 3, False, warps=2), rows=tall,
+        splits=_splits(device, out, 64, inner // 128), sparse_splits=_splits(device, out, 64, inner // 64),
+        fill=2 * device.processors,
     )  # fmt: skip
 
 

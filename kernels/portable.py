@@ -167,7 +167,7 @@ def _block_mass(
     return block_mass_without_host(q, k, mask, ids, count, block_size, scale, query, softcap, sinks)
 
 
-def _linears(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> list[Tensor]:
+def _linears(x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> list[Tensor]:
     return [linear(x, weight, biases[i] if biases else None) for i, weight in enumerate(weights)]
 
 

@@ -6,7 +6,7 @@ Before::
 
 After::
 
-    q, k, v = spec_compile.linears(x, [wq, wk, wv], [])
+    q, k, v = spec_compile.linears(x, [wq, wk, wv], [None, None, None])
 
 Exact up to the order of summation, like any choice of a product's kernel. Weights are read live, where they lie.
 """
@@ -102,10 +102,12 @@ def _is_barrier(node: Node) -> bool:
 
 def _fuse(gm: GraphModule, calls: list[Node]) -> None:
     weights: list[Any] = [call.args[1] for call in calls]
-    biases: list[Any] = [call.args[2] for call in calls if len(call.args) > 2 and call.args[2] is not None]
+    biases: list[Any] = [call.args[2] if len(call.args) > 2 else None for call in calls]
     args = (calls[0].args[0], weights, biases)
     for parameter in (*weights, *biases):
-        if parameter.op == "get_attr" and calls[0] < parameter:  # placed at its first use, which may be later
+        if (
+            parameter is not None and parameter.op == "get_attr" and calls[0] < parameter
+        ):  # placed at its first use, which may be later
             calls[0].prepend(parameter)
     with gm.graph.inserting_before(calls[0]):
         fused = gm.graph.call_function(_LINEARS, args)

@@ -22,7 +22,6 @@ from spec_compile.kernels import (
     block_summary_triton,
     linears_triton,
     live_blocks_triton,
-    mlp_compact_triton,
     mlp_sparse_triton,
     mlp_tiling,
     mlp_triton,
@@ -304,7 +303,7 @@ def limits() -> None:
 def feed_forward() -> None:
     """The table's choices: weights copied 16 bytes at a time, at full unions, too, those of listed channels."""
     hopper = tiling.Device(90, 132, 227 << 10)
-    strides = ("x_m", "g_n", "u_n", "w_n", "w_f", "h_m", "hidden", "inner", "out")
+    strides = ("x_m", "g_n", "u_n", "w_n", "w_f", "h_m", "cap", "hidden", "inner", "out")
     types = {
         "LIST": "i32", "COUNT": "i32", "KEPT": "i32", "TOTAL": "i32", "SWITCH": "i64", "ACT": "fp32", "SCORE": "fp32",
         "PARTS": "fp32",
@@ -340,7 +339,7 @@ def feed_forward() -> None:
         def of(cut: Any, depth: int, common: dict[str, Any] = common) -> dict[str, Any]:
             return {**common, "BN": cut.width, "BK": cut.depth, "EVEN": depth % cut.depth == 0, "SWAP": cut.swap}
 
-        first, down, gate, up, sparse = chosen.first, chosen.down, chosen.gate, chosen.up, chosen.sparse_down
+        first, down, gate, sparse = chosen.first, chosen.down, chosen.gate, chosen.sparse_down
         constants = {
             **of(first, hidden), "GATED": gated, "HAS_GATE_BIAS": bias and gated, "HAS_UP_BIAS": bias, "ACTIVATION": activation,
             "AHEAD": first.ahead if first.ahead <= hidden else 0,
@@ -357,22 +356,23 @@ def feed_forward() -> None:
             compiled(
                 f"mlp activation {name} budget {budget}", mlp_sparse_triton._mlp_activation_kernel, kind, constants, gate, chosen
             )
-        constants = {**of(up, hidden), "GATED": True, "HAS_BIAS": bias, "FILL": chosen.fill, "LEAST": chosen.least}
-        compiled(f"mlp kept {name}", mlp_sparse_triton._mlp_kept_kernel, kind, constants, up, chosen)
-        constants = {**of(sparse, inner), "SPLITS": chosen.sparse_splits, "AHEAD": sparse.ahead}
-        del constants["EVEN"]
+        constants = {
+            **common, "GATED": True, "HAS_BIAS": bias, "CHUNK": 256, "SPLITS": chosen.sparse_splits,
+            "WIDTHS": tuple(cut.width for cut in chosen.kept), "DEPTHS": tuple(cut.depth for cut in chosen.kept),
+            "STAGES": tuple(cut.stages for cut in chosen.kept), "EVEN": hidden % max(cut.depth for cut in chosen.kept) == 0,
+        }  # fmt: skip
+        widest = max(chosen.kept, key=lambda cut: moe_tiling.shared_bytes(cut, chosen.rows, 2))
+        compiled(f"mlp kept {name}", mlp_sparse_triton._mlp_kept_kernel, kind, constants, widest, chosen)
+        constants = {**of(sparse, inner), "SPLITS": chosen.sparse_splits}
+        del constants["EVEN"], constants["SWAP"]
         compiled(f"mlp sparse down {name}", mlp_sparse_triton._mlp_sparse_down_kernel, kind, constants, sparse, chosen, True)
         constants = {"HAS_BIAS": bias, "SPLITS": chosen.splits, "BN": chosen.columns, "PDL": True}
         build(f"mlp sum {name}", mlp_triton._mlp_sum_kernel, {"PARTS": "fp32", "BIAS": kind, "OUT": kind}, constants, ("out",),
               num_warps=1)  # fmt: skip
     for chunk in (1024, 16384, 65536):
         build(f"mlp contest of {chunk}", mlp_sparse_triton._mlp_contest_kernel,
-              {"SCORE": "fp32", "KEPT": "i32", "TOTAL": "i32", "SWITCH": "i64"}, {"CHUNK": chunk, "PDL": True},
+              {"SCORE": "fp32", "LIST": "i32", "COUNT": "i32", "SWITCH": "i64"}, {"WIDTH": 64, "CHUNK": chunk, "PDL": True},
               num_warps=mlp_sparse_triton.contest_warps(chunk))  # fmt: skip
-    for width, tiles in ((64, 32), (64, 256), (32, 2048)):
-        build(f"mlp compact of {tiles} tiles", mlp_compact_triton.mlp_compact_kernel,
-              dict.fromkeys(("LIST", "COUNT", "KEPT", "TOTAL"), "i32"), {"WIDTH": width, "TILES": tiles, "PDL": True},
-              num_warps=mlp_compact_triton.compact_warps(tiles))  # fmt: skip
 
 
 if __name__ == "__main__":

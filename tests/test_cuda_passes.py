@@ -95,8 +95,7 @@ def kernels(found: Compiled) -> set[str]:
 def test_exact_steps_pin_no_number_of_rows(family: str) -> None:
     found = compiled(family, 9)
     assert isinstance(found.q_len, torch.SymInt) and not found.pinned
-    # Where the fused feed-forward layer serves up to 8 rows.
-    assert found.guards == ([f"{found.q_len} > 8"] if family == "llama" else [])
+    assert found.guards == []
     assert len(found.report.rewritten) == LAYERS
     assert "attention_triton_v1" in kernels(found) and "attention_v1" not in kernels(found)
     if found.report.moes:
@@ -108,8 +107,7 @@ def test_exact_steps_pin_no_number_of_rows(family: str) -> None:
 def test_steps_under_a_plan_pin_no_number_of_rows(family: str, plan: SparsityPlan) -> None:
     found = compiled(family, 9, plan)
     assert isinstance(found.q_len, torch.SymInt) and not found.pinned
-    fused = family == "llama" and plan.ffn is None
-    assert found.guards == ([f"{found.q_len} > 8"] if fused else [])
+    assert found.guards == []
     report = found.report
     assert (len(report.sparse) > 0) == (plan.attention is not None)
     assert (len(report.limited) > 0) == (plan.moe is not None)
@@ -130,11 +128,11 @@ def test_growing_caches_pin_neither_rows_nor_keys(family: str) -> None:
     # The first step sees numbers; what the second one makes of them serves all others.
     first, others = found
     assert isinstance(first.q_len, int) and isinstance(others.q_len, torch.SymInt)
-    assert not others.pinned and others.guards == ([f"{others.q_len} > 8"] if family == "llama" else [])
+    assert not others.pinned and others.guards == []
     assert len(others.report.rewritten) == LAYERS and "attention_triton_v1" in kernels(others)
 
 
-def test_the_fused_feed_forward_layer_has_a_graph_of_its_own() -> None:
-    found = compiled("llama", 8)
-    assert "mlp_v1" in kernels(found) and found.guards == [f"{found.q_len} <= 8"] and not found.pinned
-    assert "mlp_v1" not in kernels(compiled("llama", 9))
+@pytest.mark.parametrize("rows", [1, 9])
+def test_the_fused_feed_forward_layer_serves_all_steps_of_one_graph(rows: int) -> None:
+    found = compiled("llama", rows)
+    assert "mlp_v1" in kernels(found) and not found.guards and not found.pinned

@@ -586,5 +586,5 @@ def test_linears_of_a_strided_input_and_opcheck() -> None:
     weights = [torch.randn(n, 192, dtype=torch.float16, device=DEVICE) * 0.07 for n in (64, 48)]
     for y, weight in zip(linears_triton(x, weights, []), weights):
         assert (y - torch.nn.functional.linear(x, weight)).abs().max() < 1e-2
-    torch.library.opcheck(library.linears, (x, weights, []))
+    torch.library.opcheck(library.linears, (x, weights, [None, None]))
     torch.library.opcheck(library.linears, (x, weights, [torch.zeros(n, dtype=torch.float16, device=DEVICE) for n in (64, 48)]))

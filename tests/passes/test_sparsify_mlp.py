@@ -138,8 +138,8 @@ def test_what_does_not_pay_on_a_gpu_stays_exact(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(plan_mlp, "tensor", lambda node: SimpleNamespace(device=torch.device("cuda")))
     monkeypatch.setattr(plan_mlp, "_why_dense", lambda layer: "")
     layers: list[Any] = [SimpleNamespace(x=None, inner=100)]
-    [rule] = assign_channels(FfnPlan(budget=0.5), layers)
-    assert rule == ChannelRule(note="does not pay: skipping channels was measured to be faster up to 10% of them alone")
+    [rule] = assign_channels(FfnPlan(budget=0.6), layers)
+    assert rule == ChannelRule(note="does not pay: skipping channels was measured to be faster up to 50% of them alone")
     [rule] = assign_channels(FfnPlan(budget=0.1), layers)
     assert rule.words() == "keeps 10 channels for all rows"
     [rule] = assign_channels(FfnPlan(threshold=0.1), layers)
