@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,11 +19,13 @@ import spec_compile as sc
 from spec_compile import cli
 from spec_compile.errors import ArtefactError, CacheError, ExportError, OptionsError
 from spec_compile.export_load import _runs_on
+from spec_compile.exporter import _check_loadable
 from spec_compile.manifest import NAME, read_manifest
 from spec_compile.models import zoo
 from spec_compile.passes.lower_attention import LowerAttention
 from spec_compile.passes.nodes import specialize
 
+EXPERTS = "spec_compile.moe_experts_v1"
 PLAN = sc.SparsityPlan(attention=sc.AttentionPlan(budget=32, block_size=16, index_topk_freq=2))
 BOTH = sc.SparsityPlan(attention=PLAN.attention, moe=sc.MoePlan(expert_budget=2))
 # Artefacts by family, plan and arguments. Those named sparse switch between sparse and exact steps.
@@ -103,6 +106,15 @@ def test_aot_inductor(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.allclose(two.prefill(ids[:, :21]), logits[:, 20], atol=1e-5)
     assert torch.allclose(two(ids[:, 21:30]), logits[:, 21:30], atol=1e-5)
     assert torch.allclose(two(ids.t().contiguous().t()[:, 30:]), logits[:, 30:], atol=1e-5)
+
+
+def test_packages_that_crash_at_load_are_refused() -> None:
+    """Experts' operators in AOTInductor packages for CUDA; each other combination is made."""
+    given: dict[str, Any] = {"format": "aoti", "device": "cuda", "operators": ("spec_compile.attention_triton_v1", EXPERTS)}
+    with pytest.raises(ExportError, match=f"cannot hold {EXPERTS}: .* pass flavour='portable', or export a .pt2"):
+        _check_loadable(SimpleNamespace(**given))  # type: ignore[arg-type]
+    for change in ({"format": "pt2"}, {"device": "cpu"}, {"operators": ("spec_compile.attention_triton_v1",)}):
+        _check_loadable(SimpleNamespace(**{**given, **change}))  # type: ignore[arg-type]
 
 
 def test_manifest(folder: Path, expected: dict[str, list[torch.Tensor]]) -> None:
