@@ -17,6 +17,7 @@ from harness import cloned, compare, trace
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from spec_compile.kernels.mlp import FUSED_ROWS
 from spec_compile.passes import detect_mlp
 from spec_compile.passes.base import PassContext, Rejection
 from spec_compile.passes.canonicalize import Canonicalize
@@ -383,9 +384,9 @@ def test_exports_bound_no_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "serves every number of rows" in detect_mlp._why_kept(match, one_graph=True)
     bounds = rows.node.shape_env.bound_sympy(rows.node.expr)
     assert detect_mlp._why_kept(match, one_graph=False) == ""
-    assert rows.node.shape_env.bound_sympy(rows.node.expr).upper == 8 < bounds.upper
-    assert detect_mlp._why_kept(on_cuda(monkeypatch, 8), one_graph=True) == ""
-    assert "8 rows only" in detect_mlp._why_kept(on_cuda(monkeypatch, 9), one_graph=True)
+    assert rows.node.shape_env.bound_sympy(rows.node.expr).upper == FUSED_ROWS < bounds.upper
+    assert detect_mlp._why_kept(on_cuda(monkeypatch, FUSED_ROWS), one_graph=True) == ""
+    assert f"{FUSED_ROWS} rows only" in detect_mlp._why_kept(on_cuda(monkeypatch, FUSED_ROWS + 1), one_graph=True)
 
 
 def test_rows_that_depend_on_data(monkeypatch: pytest.MonkeyPatch) -> None:
