@@ -409,12 +409,12 @@ def linears(x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> li
     Args:
         x: ``[..., K]``.
         weights: up to 4, each ``[N, K]``, x's dtype.
-        biases: ``[N]`` for each weight, or None for each; compiled artefacts cannot hold a list without elements.
+        biases: ``[N]`` or None for each weight, or no elements at all, which compiled artefacts cannot hold.
 
     Returns:
         a contiguous ``[..., N]`` for each weight.
     """
-    return _linears(x, weights, [bias for bias in biases if bias is not None])
+    return _linears(x, weights, biases)
 
 
 @linears.register_fake

@@ -55,17 +55,21 @@ def pays(rows: int, columns: Sequence[int], size: int) -> bool:
 def fewest_launches(x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> list[Tensor]:
     """``linear(x, w, b)`` for each weight, in one launch where that pays."""
     rows = x.numel() // x.shape[-1]
-    given = [bias for bias in biases if bias is not None]
-    whole = len(given) in (0, len(weights)) and all(why_not(x, w, b) is None for w, b in zip(weights, biases))
+    whole = all_or_none(biases) and all(why_not(x, w, b) is None for w, b in zip(weights, biases))
     if whole and pays(rows, [len(weight) for weight in weights], x.shape[-1]):
-        return linears(x, weights, given)
+        return linears(x, weights, biases)
     return [linear(x, weight, bias) for weight, bias in zip(weights, biases)]
 
 
-def linears(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> list[Tensor]:
+def all_or_none(biases: Sequence[Tensor | None]) -> bool:
+    """Whether all weights have a bias, or none: what one launch serves."""
+    return len({bias is None for bias in biases}) < 2
+
+
+def linears(x: Tensor, weights: list[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:
     """See :func:`spec_compile.kernels.library.linears`."""
-    given: list[Tensor | None] = [*biases] if biases else [None] * len(weights)
-    served = all(why_not(x, w, b) is None for w, b in zip(weights, given))
+    given = [*biases] if biases else [None] * len(weights)
+    served = all_or_none(given) and all(why_not(x, w, b) is None for w, b in zip(weights, given, strict=True))
     rows = x.numel() // x.shape[-1]
     if served and len(weights) == 1 and rows > 0 and is_narrow(rows, *weights[0].shape):
         from spec_compile.kernels.narrow_linear_triton import narrow_linear_triton
@@ -74,5 +78,5 @@ def linears(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> list[Tens
     if served and len(weights) <= MAX_WEIGHTS and 0 < rows <= MAX_ROWS:
         from spec_compile.kernels.linears_triton import linears_triton
 
-        return linears_triton(x, weights, biases)
-    return [linear(x, weight, biases[i] if biases else None) for i, weight in enumerate(weights)]
+        return linears_triton(x, weights, [bias for bias in given if bias is not None])
+    return [linear(x, weight, bias) for weight, bias in zip(weights, given, strict=True)]

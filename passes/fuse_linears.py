@@ -105,9 +105,8 @@ def _fuse(gm: GraphModule, calls: list[Node]) -> None:
     biases: list[Any] = [call.args[2] if len(call.args) > 2 else None for call in calls]
     args = (calls[0].args[0], weights, biases)
     for parameter in (*weights, *biases):
-        if (
-            parameter is not None and parameter.op == "get_attr" and calls[0] < parameter
-        ):  # placed at its first use, which may be later
+        # Placed at its first use, which may be later.
+        if parameter is not None and parameter.op == "get_attr" and calls[0] < parameter:
             calls[0].prepend(parameter)
     with gm.graph.inserting_before(calls[0]):
         fused = gm.graph.call_function(_LINEARS, args)

@@ -222,6 +222,11 @@ def test_the_op_takes_what_the_kernel_does_not() -> None:
     for given in (ws, [strided, *ws[:2]]):
         for found, weight in zip(library.linears(X, given, [None] * len(given)), given, strict=True):
             assert torch.equal(found, F.linear(X, weight))
+    some = [None, torch.randn(16), None, torch.randn(8), None]
+    for found, weight, bias in zip(library.linears(X, ws, some), ws, some, strict=True):
+        assert torch.equal(found, F.linear(X, weight, bias))
+    with pytest.raises(ValueError, match="zip"):
+        library.linears(X, ws, some[:2])
 
 
 def test_long_sums_of_many_rows_are_left_to_cublas() -> None:
