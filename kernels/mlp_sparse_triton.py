@@ -1,8 +1,8 @@
 """A feed-forward layer in Triton that reads, past the activation, only the channels that some draft row keeps.
 
 Four launches and no host reads: the activation of all channels, with a list of those that each tile keeps; the other first
-product of each tile's kept channels, which are laid side by side; the last product over them; an ordered sum. A budget adds the
-contest for it. The number of channels is known on the device alone: the parts of the last product take the same number of them.
+product of the kept channels, which are laid side by side; the last product over them; an ordered sum. A budget adds the contest
+for it. The number of channels is known on the device alone: the parts of the last product take about as many of them each.
 """
 
 from __future__ import annotations

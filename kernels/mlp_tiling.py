@@ -25,7 +25,7 @@ class MlpTiling:
             ``gate``. They share their number of warps.
         fill: programs that share the kept channels, or as many as tiles of ``gate``.
         down, sparse_down: the last product in exact and in sparse steps: width counts outputs, depth channels; so does the
-            ``ahead`` of what is asked for before the launch in front is done.
+            ``ahead`` of what ``down`` asks for before the launch in front is done.
         splits, sparse_splits: parts of its sum.
         rows: rows of x a tile.
         columns: outputs a program of the last sum.
@@ -62,12 +62,11 @@ def _choose(device: Device, itemsize: int, rows: int, hidden: int, inner: int, o
         return fitted(Product(width, depth, warps, stages, swapped, ahead), tall, itemsize, device)
 
     if tall == 16:
-        kept = (product(16, 256, 6, False, warps=2), product(32, 128, 5, False, warps=2), product(64, 64, 8, False, warps=2))
+        kept = (product(16, 256, 6, False, warps=2), product(32, 128, 5, False, warps=2), product(64, 64, 6, False, warps=2))
     else:
         kept = (product(16, 256, 5, False), product(32, 256, 3, False), product(64, 128, 3, False))
     return MlpTiling(
-        first=product(64, 128, 4, swap, 256), gate=product(64, 128, 4, swap, 256),
-        kept=kept,
+        first=product(64, 128, 4, swap, 256), gate=product(64, 128, 4, swap, 256), kept=kept,
         down=product(64, 128, 4, swap, 256), sparse_down=product(64, 64, 3, False, warps=2), rows=tall,
         splits=_splits(device, out, 64, inner // 128), sparse_splits=_splits(device, out, 64, inner // 64),
         fill=2 * device.processors,
