@@ -330,20 +330,25 @@ def test_scratch_memory_may_hold_anything(count: int, dtype: torch.dtype, monkey
     assert all(torch.equal(found[0], other) for other in found[1:])
 
 
+# Number of channels, and how many of them each tile of 64 keeps.
+KEPT: dict[str, tuple[int, list[int]]] = {
+    "few": (640, [5, 0, 16, 1] + [3] * 6), "some": (640, [20, 0, 32, 1, 16, 17] + [3] * 4), "many in one": (640, [33] + [0] * 9),
+    "all in the last": (640, [0] * 9 + [64]), "uneven": (640, [0, 64, 0, 40] + [0, 7] * 3), "many": (600, [40] * 9 + [24]),
+    "all": (600, [64] * 9 + [24]), "few of many tiles": (2500, [1] * 40),
+    "many tiles": (2500, [1, 0, 50] + [0, 9] * 18 + [4]), "none": (640, [0] * 10),
+}  # fmt: skip
+
+
 @pytest.mark.skipif("triton" not in SPARSE, reason="needs Triton")
 @pytest.mark.parametrize(
-    ("inner", "counts"),
-    [
-        (640, [5, 0, 16, 1] + [3] * 6), (640, [20, 0, 32, 1, 16, 17] + [3] * 4), (640, [33] + [0] * 9), (640, [0] * 9 + [64]),
-        (640, [0, 64, 0, 40] + [0, 7] * 3), (600, [40] * 9 + [24]), (600, [64] * 9 + [24]), (640, [0] * 10),
-        (2500, [1] * 40), (2500, [1, 0, 50] + [0, 9] * 18 + [4]),
-    ],
-    ids=["few", "some", "many in one", "all in the last", "uneven", "many", "all", "none", "few of many tiles", "many tiles"],
-)  # fmt: skip
-@pytest.mark.parametrize("rule", ["threshold", "budget"])
-def test_wherever_the_kept_channels_lie(inner: int, counts: list[int], rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ("rule", "where"),
+    # A budget keeps one channel at least.
+    [(rule, where) for rule in ("threshold", "budget") for where in KEPT if (rule, where) != ("budget", "none")],
+)
+def test_wherever_the_kept_channels_lie(rule: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs take a tile's channels where no tile has many, or equal shares of all, found in the lists of the tiles."""
     monkeypatch.setattr("spec_compile.kernels.mlp_sparse_triton.TOGETHER", 32)
+    inner, counts = KEPT[where]
     c = make(Spec(rows=3, hidden=48, inner=inner, out=32, dtype=torch.float16))
     assert c.gate is not None and len(counts) == -(-inner // 64)
     generator = torch.Generator().manual_seed(len(counts))
@@ -353,8 +358,6 @@ def test_wherever_the_kept_channels_lie(inner: int, counts: list[int], rule: str
         kept[64 * tile + torch.randperm(width, generator=generator)[:count]] = True
     c.x[:, 0] = 1
     c.gate[:, 0] = torch.where(kept, 12.0, -40.0).half()
-    if rule == "budget" and not kept.any():
-        pytest.skip("a budget keeps one channel at least")
     total = torch.zeros(1, dtype=torch.int32, device="cuda" if CUDA else "cpu")
     rest = (ON, 0.5, 0, False) if rule == "threshold" else (ON, 0.0, int(kept.sum()), True)
     close(run(c, SPARSE, "triton", *rest, None, total), expected(c, kept.expand(3, -1)))
