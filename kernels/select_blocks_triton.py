@@ -80,13 +80,18 @@ def _contest_kernel(
     if SCORED:
         end, budget = contest_of_list(ids, live, position, gate, sink, recent, tokens, floor, BLOCK, SHARE, CHUNK // 128)
     else:
-        # All that is needed is loaded at once. Entries that are not used, -1, are above every limit.
-        listed = tl.load(ids + place, mask=place < blocks, other=-1)
+        # Where no block is left out, places are ids: read by them without waiting for the list, whose last entry tells.
+        key = contest_keys(scores, blocks, place, place < blocks, HEADS, POOLED)
+        mine = contest_keys(scores, blocks, own, own < blocks, HEADS, POOLED)
         limit = position.to(tl.int32) // BLOCK
-        below = between(listed, 0, limit)
-        key = contest_keys(scores, blocks, listed, below, HEADS, POOLED)
-        mine = contest_keys(scores, blocks, block, between(block, 0, limit), HEADS, POOLED)
-        committed = tl.sum(below.to(tl.int32), 0)
+        committed = tl.minimum(live, limit)
+        if tl.load(ids + live - 1, mask=live > 0, other=-1) != live - 1:
+            # Entries that are not used, -1, are above every limit.
+            listed = tl.load(ids + place, mask=place < blocks, other=-1)
+            below = between(listed, 0, limit)
+            key = contest_keys(scores, blocks, listed, below, HEADS, POOLED)
+            mine = contest_keys(scores, blocks, block, between(block, 0, limit), HEADS, POOLED)
+            committed = tl.sum(below.to(tl.int32), 0)
         end, budget = contest_bounds(committed, live, gate, sink, recent, tokens, floor, BLOCK, SHARE)
         key = tl.where(between(place, sink, end), key, 0)
         mine = tl.where(between(own, sink, end), mine, 0)
