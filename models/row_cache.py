@@ -125,6 +125,10 @@ class RowCache(VerifyCache):
         """
         if len(rows) != self.batch:
             raise CacheError(f"RowCache.commit: {self.batch} sequences, {len(rows)} entries")
+        counts = [path for path in rows if isinstance(path, int)]
+        if len(counts) == self.batch:
+            self.set_lengths([held + max(0, count) for held, count in zip(self._held, counts)])
+            return
         paths = [list(range(path)) if isinstance(path, int) else [int(row) for row in path] for path in rows]
         for sequence, path in enumerate(paths):
             if any(b <= a for a, b in zip([-1, *path], path)):

@@ -6,11 +6,12 @@ with fewer drafts and finished rows run through one graph, and a step is one rep
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -185,6 +186,7 @@ class RowVerify:
             logger.warning("cudagraphs=True: steps are compiled, but not captured: %s", reason)
             self._capture = False
         self._shapes: dict[Any, Tensor] = {}
+        self._holding = False
         self._sink, self._told = options.on_report, len(self._step.reports)
 
     @property
@@ -248,6 +250,32 @@ class RowVerify:
             self._told = len(self._step.reports)
         return found
 
+    @contextlib.contextmanager
+    def steps_in_a_row(self) -> Iterator[None]:
+        """While steps follow one another, captured ones compare the model's weights behind the device's back; weights that are
+        replaced meanwhile are noticed as ever, and keep their memory until the end."""
+        self._holding = True
+        try:
+            yield
+        finally:
+            self._holding = False
+            for step in self._captured.values():
+                step.release()
+
+    def warm_up(self, kinds: Iterable[tuple[int, bool]]) -> None:
+        """Compile, and capture where steps are captured, before anybody waits for a token.
+
+        Args:
+            kinds: numbers of rows, of ``sizes``, and whether a step is sparse. Sparse steps that are captured for each number of
+                rows they meet (``padding_votes``) are compiled, and captured when they meet it.
+        """
+        batch = self.cache.batch
+        for rows, sparse in kinds:
+            if sparse and self.padding_votes and self._capture:
+                self([0] * batch, torch.zeros(batch, 1, dtype=torch.int64), [-1] * batch, sparse=True)
+            # Sequences that pause: nothing is written that counts.
+            self([0] * batch, torch.zeros(batch, rows - 1, dtype=torch.int64), [-1] * batch, sparse=sparse)
+
     def _launch(
         self, last: Sequence[int], drafts: Tensor, counts: Sequence[int], parents: Sequence[int] | None, full: int | None
     ) -> Tensor:
@@ -260,7 +288,9 @@ class RowVerify:
                 symbolic = full not in self.sizes
                 call = functools.partial(self._call, self._step.run(None if symbolic else full))
                 self._captured[key] = CapturedRows(call, self.model, self.cache, batch, full, self.switch, symbolic)
-            return self._logits(self._captured[key](last, drafts, counts, shape))
+            step = self._captured[key]
+            step.holds = self._holding
+            return self._logits(step(last, drafts, counts, shape))
         if not columns:
             drafts, shape = torch.zeros(batch, 1, dtype=torch.int64), self._shape(None, 1, 2)
         ids = torch.cat([torch.tensor(last)[:, None].to(self._device), drafts.to(self._device)], 1)
@@ -314,7 +344,15 @@ class RowVerify:
 
 
 class CapturedRows(StepGraph):
-    """A step of a fixed number of rows, captured once and replayed; its buffers are filled by at most three copies."""
+    """A step of a fixed number of rows, captured once and replayed; tokens and counts reach it in one copy.
+
+    Attributes:
+        holds: whether the memory of the model's weights shall not be freed before ``holds`` is false and :meth:`release` was
+            called. They are then compared with those of the capture while the device works, and a step that has run over
+            replaced ones runs again, over the same slots.
+    """
+
+    holds = False
 
     def __init__(
         self,
@@ -328,32 +366,56 @@ class CapturedRows(StepGraph):
     ) -> None:
         super().__init__(call, model, cache, batch, rows, switch, symbolic)
         with torch.inference_mode(False):
+            self._staged = torch.zeros(batch, rows + 1, dtype=torch.int64, device=self._device)
             self._counts = torch.zeros(batch, dtype=torch.int64, device=self._device)
             self._shape = torch.zeros(rows, 2, dtype=torch.int64, device=self._device)
         if symbolic:
             torch._dynamo.maybe_mark_dynamic(self._shape, 0)
         self._shaped: Tensor | None = None
+        self._storages: list[Any] = []
 
     def __call__(self, last: Sequence[int], drafts: Tensor, counts: Sequence[int], shape: Tensor) -> Tensor:  # type: ignore[override]
         if torch.cuda.current_device() != self._device.index:
             with torch.cuda.device(self._device):
                 return self(last, drafts, counts, shape)
+        self._stage(last, drafts, counts, shape)
+        return self.replay()
+
+    def _stage(self, last: Sequence[int], drafts: Tensor, counts: Sequence[int], shape: Tensor) -> None:
         columns = drafts.shape[1]
+        on_host = drafts.device.type == "cpu"
+        known = drafts.tolist() if on_host else [[0] * columns] * len(last)
+        rest = [0] * (self.rows - 1 - columns)
+        lines = [[count, token, *line, *rest] for count, token, line in zip(counts, last, known, strict=True)]
         # Pinned and contiguous: other copies would wait for the device. New each time: an upload may still be under way.
-        ids = torch.zeros(len(last), self.rows, dtype=torch.int64, pin_memory=True)
-        ids[:, 0] = torch.tensor(last)
-        if drafts.device.type == "cpu":
-            ids[:, 1 : columns + 1] = drafts
-        self._ids.copy_(ids, non_blocking=True)
-        if drafts.device.type != "cpu":
-            self._ids[:, 1 : columns + 1] = drafts
-        self._counts.copy_(torch.tensor(list(counts), pin_memory=True), non_blocking=True)
+        staged = torch.tensor(lines, pin_memory=self._device.type == "cuda")
+        self._staged.copy_(staged, non_blocking=True)
+        if not on_host:
+            self._staged[:, 2 : columns + 2] = drafts
         if shape is not self._shaped:
             self._shape.copy_(shape)
             self._shaped = shape
-        return self.replay()
+
+    def replay(self) -> Tensor:
+        if not self.holds:
+            return super().replay()
+        if self._storages and self._state_now() == self._state and not self._cache_moved():
+            found = self._launch()
+            if not self._moved():
+                return found
+        self._storages.clear()
+        found = super().replay()
+        self._storages = [weight.untyped_storage() for weight in self._weights]
+        return found
+
+    def release(self) -> None:
+        """Let replaced weights go."""
+        self.holds = False
+        self._storages.clear()
 
     def _step(self) -> Tensor:
+        self._counts.copy_(self._staged[:, 0])
+        self._ids.copy_(self._staged[:, 1:])
         return self._run(self._ids, self._counts, self._shape)
 
 

@@ -314,14 +314,13 @@ def _walk(draft: Draft, choice: Tensor, gaps: Tensor | None, probs: Tensor | Non
     columns = draft.tokens.shape[1]
     on_host = draft.tokens.device.type == "cpu"
     host, margins = _fetch(choice if on_host else torch.cat([choice, draft.tokens.to(choice.device)], 1), gaps)
-    choices, tokens = host[:, : columns + 1], draft.tokens if on_host else host[:, columns + 1 :]
-    if draft.parents is None:
-        met = (choices[:, :-1] == tokens) & (torch.arange(columns) < torch.tensor(list(draft.counts))[:, None])
-        path = [list(range(count)) for count in met.long().cumprod(1).sum(1).tolist()]
-    else:
-        path = [_descend(draft.parents, *row) for row in zip(choices.tolist(), tokens.tolist(), draft.counts)]
+    # The device waits from here to the next step: lists of a few numbers are faster than tensors.
+    choices = host.tolist()
+    tokens = draft.tokens.tolist() if on_host else [row[columns + 1 :] for row in choices]
+    parents = range(-1, columns - 1) if draft.parents is None else draft.parents
+    path = [_descend(parents, *row) for row in zip(choices, tokens, draft.counts)]
     # Every draft that was kept is what the target chose in its place.
-    kept = [[row[0], *(row[i + 1] for i in line)] for row, line in zip(choices.tolist(), path)]
+    kept = [[row[0], *(row[i + 1] for i in line)] for row, line in zip(choices, path)]
     return Verdict(path, [run[-1] for run in kept], kept, _along(margins, path), probs)
 
 

@@ -93,6 +93,7 @@ class StepGraph:
         self._modules: list[int] = []
         self._weights: list[Tensor] = []
         self._places: list[int] = []
+        self._cache_places: list[int] = []
         self._logits: Tensor | None = None
         self._switch = switch
         self._summaries: list[BlockSummaries] = []
@@ -120,7 +121,10 @@ class StepGraph:
         state = self._state_now()
         if self._graph is None or state != self._state or self._moved():
             self._capture(state)
-        assert self._graph is not None and self._logits is not None
+        return self._launch()
+
+    def _launch(self) -> Tensor:
+        assert self._graph is not None
         for found in self._summaries:
             found.distrust_if_written()
         self._graph.replay()
@@ -129,6 +133,7 @@ class StepGraph:
             torch.autograd.graph.increment_version(self._keys)
         for found in self._summaries:
             found.trust()
+        assert self._logits is not None
         return self._logits
 
     def _state_now(self) -> tuple[Any, ...]:
@@ -143,12 +148,15 @@ class StepGraph:
             self._weights = [*self._model.parameters(), *self._model.buffers()]
             self._registrations = _Registrations.count
         # Hundreds of tensors at every step: nothing in Python is faster.
-        return list(map(torch.Tensor.data_ptr, self._tensors())) != self._places
+        return self._cache_moved() or list(map(torch.Tensor.data_ptr, self._weights)) != self._places
 
-    def _tensors(self) -> list[Tensor]:
-        """Every tensor that the captured step reads in place; layers of a cache may rebind theirs at any time."""
-        caches = [part for layer in self._cache.layers for part in (layer.keys, layer.values, layer.cumulative_length)]
-        return self._weights + caches
+    def _cache_moved(self) -> bool:
+        return self._cache_places_now() != self._cache_places
+
+    def _cache_places_now(self) -> list[int]:
+        """Layers of a cache may rebind their tensors at any time."""
+        parts = [part for layer in self._cache.layers for part in (layer.keys, layer.values, layer.cumulative_length)]
+        return list(map(torch.Tensor.data_ptr, parts))
 
     def _fill(self, input_ids: Tensor, rows: int) -> None:
         if rows == self.rows:
@@ -197,7 +205,8 @@ class StepGraph:
         self._graph, self._state, self._registrations = graph, state, _Registrations.count
         self._modules = [id(module) for module in self._model.modules()]
         self._weights = [*self._model.parameters(), *self._model.buffers()]
-        self._places = list(map(torch.Tensor.data_ptr, self._tensors()))
+        self._places = list(map(torch.Tensor.data_ptr, self._weights))
+        self._cache_places = self._cache_places_now()
         self._summaries = [] if self._switch is None else self._switch.summaries
         self._keys = [layer.keys for layer in self._cache.layers]
         logger.debug("captured a verify step of %d rows", self.rows)

@@ -14,9 +14,13 @@ from torch import Tensor
 pytest.importorskip("transformers", minversion="5.17")
 
 from decoding_cases import endless, greedy_tokens, repeating
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import spec_compile as sc
+from spec_compile.audit import FirstOf
 from spec_compile.audit_window import AuditWindow
+from spec_compile.decode_loop import DecodingLoop
 from spec_compile.drafters import PromptLookup, Scripted
 from spec_compile.drafters_model import AssistantModel, DraftHead
 from spec_compile.errors import PlanError
@@ -274,3 +278,44 @@ def test_sparse_steps_judge_drawn_drafts_as_given(monkeypatch: pytest.MonkeyPatc
     assert (True, True) in calls and (True, False) in calls
     dense = out.metrics.forwards["audit"] + out.metrics.forwards["exact"]
     assert sum(drawn and not given for drawn, given in calls) <= dense
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(), max_size=12), st.integers(0, 12), st.data())
+def test_first_of_a_list(row: list[int], end: int, data: st.DataObject) -> None:
+    end = min(end, len(row))
+    wanted, found = row[:end], FirstOf(row, end)
+    bound = st.none() | st.integers(-15, 15)
+    at = slice(data.draw(bound), data.draw(bound), data.draw(st.none() | st.integers(-3, 3).filter(bool)))
+    assert len(found) == end and list(found) == wanted and found[at] == wanted[at]
+    for place in range(-end, end):
+        assert found[place] == wanted[place]
+    for place in (end, -end - 1):
+        with pytest.raises(IndexError):
+            found[place]
+
+
+def test_no_step_reads_a_whole_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Host work between two steps must not grow with the context."""
+
+    class Context(list[int]):
+        def __getitem__(self, at: Any) -> Any:
+            assert not isinstance(at, slice) or len(range(*at.indices(len(self)))) < 40
+            return super().__getitem__(at)
+
+        def __iter__(self) -> Any:
+            raise AssertionError("a context was walked")
+
+    own = DecodingLoop.prefill
+
+    def prefill(self: Any) -> None:
+        own(self)
+        self.tokens = [Context(row) for row in self.tokens]
+
+    monkeypatch.setattr(DecodingLoop, "prefill", prefill)
+    plan = dataclasses.replace(MILD, audit=AuditPlan(window=8, adapt=False))
+    for mode in ("exact", "sparse", "audited"):
+        out = sc.generate(
+            model(), [prompts()[0]], plan=plan, mode=mode, drafter=PromptLookup(4), max_new_tokens=NEW, codegen="eager"
+        )
+        assert len(out.tokens[0]) == NEW

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Sequence
@@ -12,9 +13,12 @@ import torch
 from decoding_cases import endless, greedy_tokens, repeating
 
 import spec_compile as sc
+from spec_compile.decode_loop import DecodingLoop
 from spec_compile.drafters import PromptLookup, Scripted
 from spec_compile.models import zoo
-from spec_compile.row_verify import CapturedRows
+from spec_compile.models.row_cache import sequence_cache
+from spec_compile.options import Options
+from spec_compile.row_verify import CapturedRows, RowVerify
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -126,6 +130,47 @@ def test_a_cache_is_used_again_without_a_second_capture(monkeypatch: pytest.Monk
     again = sc.generate(model_of(), prompts(), drafter=oracle(), max_new_tokens=NEW, cache=cache)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before
     assert first.tokens == again.tokens == greedy()
+
+
+def test_warming_up_leaves_nothing_to_compile_or_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    capture, prefilled = CapturedRows._capture, []
+    monkeypatch.setattr(
+        CapturedRows, "_capture", lambda self, state: pytest.fail("captured late") if prefilled else capture(self, state)
+    )
+    prefill = DecodingLoop.prefill
+    graphs = torch._dynamo.utils.counters["stats"]
+    monkeypatch.setattr(DecodingLoop, "prefill", lambda self: (prefilled.append(graphs["unique_graphs"]), prefill(self)))
+    out = sc.generate(model_of(), prompts(), drafter=oracle(), plan=PLAN, mode="audited", max_new_tokens=NEW, warm_up=True)
+    assert graphs["unique_graphs"] == prefilled[0] > 0
+    assert out.tokens == greedy() and out.metrics.forwards["audit"] > 0
+
+
+@pytest.mark.parametrize("freed", [False, True])
+def test_weights_that_are_replaced_during_a_generation(freed: bool) -> None:
+    """Noticed behind the step's launch; its memory lives until then, so that nothing reads what others were given."""
+    model = copy.deepcopy(model_of())
+    cache = sc.RowCache(model, 512)
+    verify = RowVerify(model, cache, Options.parse({"cudagraphs": True}), [6])
+    prompt, drafts = torch.tensor([prompts()[0]], device="cuda"), torch.arange(3, 8)[None]
+
+    def near() -> bool:
+        cache.reset()
+        with torch.no_grad():
+            model(prompt, past_key_values=sequence_cache(cache, 0))
+            cache.set_lengths([prompt.shape[1]])
+            ids = torch.cat([prompt, torch.tensor([[7]], device="cuda"), drafts.cuda()], 1)
+            wanted = model(ids).logits[:, -6:]
+        found = verify([7], drafts, [5])
+        return bool((found - wanted).abs().max() <= 1e-4 * max(1.0, wanted.abs().max().item()))
+
+    with verify.steps_in_a_row():
+        assert near() and near()
+        for layer in model.model.layers:
+            layer.mlp.down_proj.weight.data = layer.mlp.down_proj.weight.data * 1.5
+            if freed:
+                torch.cuda.empty_cache()
+        assert near() and near()
 
 
 def test_one_transfer_a_step() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -56,11 +57,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
 
         def __call__(self, last: Any, drafts: Tensor, counts: Any, shape: Tensor) -> Tensor:  # type: ignore[override]
             counted.ran.append(self.rows)
-            self._ids.zero_()
-            self._ids[:, 0] = torch.tensor(last)
-            self._ids[:, 1 : drafts.shape[1] + 1] = drafts
-            self._counts.copy_(torch.tensor(counts))
-            self._shape.copy_(shape)
+            self._stage(last, drafts, counts, shape)
             return self._step()
 
     for module in (verify, row_verify):
@@ -174,3 +171,101 @@ def test_rows_of_the_loop(plan: SparsityPlan, sizes: list[int], steps: Steps) ->
             assert near(found[i, : count + 1], wanted[i, : count + 1])
     assert steps.ran == sizes
     assert steps.made == [(size, size != 9) for size in dict.fromkeys(sizes)]
+
+
+class Replayed(CapturedRows):
+    """What a graph would do, by running the step: counts captures and launches, and frees nothing."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.captures = self.launches = 0
+
+    def __call__(self, last: Any, drafts: Tensor, counts: Any, shape: Tensor) -> Tensor:  # type: ignore[override]
+        self._stage(last, drafts, counts, shape)
+        return self.replay()
+
+    @torch.no_grad()
+    def _capture(self, state: tuple[Any, ...]) -> None:
+        self.captures += 1
+        self._weights = [*self._model.parameters(), *self._model.buffers()]
+        # Weights as they lie now; a graph would go on reading these.
+        self._read = {name: x.detach() for name, x in [*self._model.named_parameters(), *self._model.named_buffers()]}
+        self._graph, self._state, self._registrations = object(), state, step_graph._Registrations.count  # type: ignore[assignment]
+        self._modules = [id(module) for module in self._model.modules()]
+        self._places = [x.data_ptr() for x in self._weights]
+        self._cache_places = self._cache_places_now()
+
+    @torch.no_grad()
+    def _launch(self) -> Tensor:
+        self.launches += 1
+        own = self._model
+        held = {name: x.data for name, x in [*own.named_parameters(), *own.named_buffers()]}
+        for name, x in [*own.named_parameters(), *own.named_buffers()]:
+            x.data = self._read[name]
+        try:
+            return self._step().clone()
+        finally:
+            for name, x in [*own.named_parameters(), *own.named_buffers()]:
+                x.data = held[name]
+
+
+@pytest.mark.parametrize("by", ["data", "parameter", "module"])
+def test_weights_that_are_replaced_between_the_steps_of_a_generation(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step over the old ones is run again over the new ones, and nothing of it stays in the cache."""
+    monkeypatch.setattr(row_verify, "why_not_captured", lambda model, cache: None)
+    monkeypatch.setattr(row_verify, "CapturedRows", Replayed)
+    model, other = (build("llama", "sdpa", **SHALLOW) for _ in range(2))
+    other.load_state_dict(model.state_dict())
+    caches = [RowCache(x, 100) for x in (model, other)]
+    prompt = tokens(40, 1)
+    for x, cache in zip((model, other), caches):
+        with torch.no_grad():
+            x(prompt, past_key_values=sequence_cache(cache, 0))
+        cache.set_lengths([40])
+    verify = RowVerify(model, caches[0], Options.parse({"codegen": "eager", "cudagraphs": True}), [6])
+    plain = RowVerify(other, caches[1], Options.parse({"codegen": "eager"}), [6])
+
+    def same() -> bool:
+        drafts = tokens(5, 2)
+        return near(verify([7], drafts, [5]), plain([7], drafts, [5]))
+
+    def replace(x: Any) -> None:
+        attention = x.model.layers[0].self_attn
+        weight = attention.v_proj.weight.detach() * 1.5
+        if by == "data":
+            attention.v_proj.weight.data = weight
+        elif by == "parameter":
+            attention.v_proj.weight = torch.nn.Parameter(weight)
+        else:
+            attention.v_proj = copy.deepcopy(attention.v_proj)
+            attention.v_proj.weight.data = weight
+
+    with verify.steps_in_a_row():
+        assert same() and same()
+        (step,) = verify._captured.values()
+        assert (step.captures, step.launches) == (1, 2) and step._storages
+        replace(model), replace(other)
+        assert same()
+        assert (step.captures, step.launches) == (2, 4)
+        assert torch.equal(caches[0].layers[0].values[:, :, 40:46], caches[1].layers[0].values[:, :, 40:46])
+        assert same()
+        assert (step.captures, step.launches) == (2, 5)
+    assert not step._storages and not step.holds
+    replace(model), replace(other)
+    # Between generations nothing is held: all is compared before the launch.
+    assert same()
+    assert (step.captures, step.launches) == (3, 6)
+
+
+def test_caches_that_are_replaced_are_noticed_before_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_verify, "why_not_captured", lambda model, cache: None)
+    monkeypatch.setattr(row_verify, "CapturedRows", Replayed)
+    model = build("llama", "sdpa", **SHALLOW)
+    cache = RowCache(model, 100)
+    verify = RowVerify(model, cache, Options.parse({"codegen": "eager", "cudagraphs": True}), [6])
+    with verify.steps_in_a_row():
+        verify([7], tokens(5, 2), [5]), verify([7], tokens(5, 2), [5])
+        cache.layers[1].keys = cache.layers[1].keys.clone()
+        verify([7], tokens(5, 2), [5])
+    (step,) = verify._captured.values()
+    assert (step.captures, step.launches) == (2, 3)
