@@ -71,6 +71,7 @@ def generate(
     cache: Any = None,
     progress: bool = False,
     cudagraphs: bool | None = None,
+    warm_up: bool = False,
     **options: Any,
 ) -> GenerateOutput:
     """Generate with speculative decoding.
@@ -96,6 +97,8 @@ def generate(
         cache: :class:`~spec_compile.RowCache` to use, whatever it holds; default a new one.
         progress: show a bar (needs ``rich``).
         cudagraphs: capture steps; default on CUDA devices.
+        warm_up: compile and capture the steps of this mode before the prefill, so that no stream stops for a compiler later
+            (the first audit, say); later calls over the same ``cache`` find them ready.
         options: further backend options (``codegen``, ``lowering``, ``strict``, ...).
 
     Returns:
@@ -140,6 +143,9 @@ def generate(
         window = (settings.plan.audit or AuditPlan()).window
         sizes.append(min(MOST_ROWS, window + chosen.max_drafts + 1))
     verify = RowVerify(model, cache, settings, sizes, keep_hidden=getattr(chosen, "needs_hidden", False))
+    if warm_up:
+        steps = {"exact": [(sizes[0], False)], "sparse": [(sizes[0], True)]}
+        verify.warm_up(steps.get(mode) or [*((sizes[0], kind) for kind in (False, True)), (sizes[-1], False)])
     with _bar(progress, len(prompts) * max_new_tokens) as told:
         parts = (verify, chosen, sampler, stopping, stream, metrics, prompts, settings.plan, told)
         loop = DecodingLoop(*parts)
@@ -149,7 +155,8 @@ def generate(
             loop = AuditedLoop(*parts)
         stream.prompt(padded)
         try:
-            loop.run()
+            with verify.steps_in_a_row():
+                loop.run()
         finally:
             if cache is not given_cache:
                 # Captured steps know their cache: let nothing keep its memory.

@@ -17,6 +17,7 @@ from decoding_cases import endless, greedy_tokens, repeating
 
 import spec_compile as sc
 from spec_compile import generation
+from spec_compile.decode_loop import DecodingLoop
 from spec_compile.drafters import Draft, HostDrafter, PromptLookup, Scripted
 from spec_compile.drafters_model import AssistantModel
 from spec_compile.errors import CacheError, OptionsError, PlanError
@@ -68,6 +69,26 @@ def oracle(
         return [token if i < good else (token + 1) % VOCAB for i, token in enumerate(follows)]
 
     return Scripted(drafts, max_drafts=size)
+
+
+@pytest.mark.parametrize("query", ["all", "mean"])
+@pytest.mark.parametrize("mode", generation.MODES)
+def test_warming_up_leaves_nothing_to_compile(mode: str, query: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All graphs are there before the prefill, and the cache is as it was."""
+    torch._dynamo.reset()
+    graphs, before = torch._dynamo.utils.counters["stats"], list[int]()
+    prefill = DecodingLoop.prefill
+    monkeypatch.setattr(DecodingLoop, "prefill", lambda self: (before.append(graphs["unique_graphs"]), prefill(self)))
+    attention = sc.AttentionPlan(budget=16, block_size=8, index_topk_freq=2, query=query)
+    plan = sc.SparsityPlan(attention=attention, audit=sc.AuditPlan(window=8, adapt=False))
+    start, end = graphs["unique_graphs"], []
+    for warm_up in (True, False):
+        if not warm_up:
+            torch._dynamo.reset()
+        end.append(generate(plan=None if mode == "exact" else plan, mode=mode, warm_up=warm_up))
+    assert start < before[0] and graphs["unique_graphs"] > before[1]
+    assert before[1] == before[0], "a graph was compiled behind the warm-up"
+    assert end[0].tokens == end[1].tokens
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])
