@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from spec_compile.calibrate import moe_calibrate
     from spec_compile.calibrate_ffn import ffn_calibrate
     from spec_compile.drafters import Draft, Drafter, PromptLookup
-    from spec_compile.drafters_model import AssistantModel, EarlyExit
+    from spec_compile.drafters_model import AssistantModel, DraftHead, EarlyExit
     from spec_compile.explainer import explain
     from spec_compile.export_load import LoadedVerify, load
     from spec_compile.exporter import export
@@ -35,6 +35,7 @@ _HOME = {
     "AuditPlan": "spec_compile.plan",
     "DecodingMetrics": "spec_compile.metrics",
     "Draft": "spec_compile.drafters",
+    "DraftHead": "spec_compile.drafters_model",
     "Drafter": "spec_compile.drafters",
     "EarlyExit": "spec_compile.drafters_model",
     "FfnCalibration": "spec_compile.plan",
@@ -67,6 +68,7 @@ __all__ = [
     "AuditPlan",
     "DecodingMetrics",
     "Draft",
+    "DraftHead",
     "Drafter",
     "EarlyExit",
     "FfnCalibration",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import random
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 pytest.importorskip("transformers", minversion="5.17")
+
+from decoding_cases import endless, greedy_tokens
 
 import spec_compile as sc
 from spec_compile.drafters import Draft, Drafter, PromptLookup, Scripted, make_drafter
@@ -445,3 +449,30 @@ def test_a_head_waits_for_the_second_token(target: Any) -> None:
     drafter = DraftHead(Head(target.get_input_embeddings(), 64), target.get_output_embeddings())
     drafter.start([[5]])
     assert drafter.propose(3).counts == [0]
+
+
+EXAMPLES = Path(__file__).parent.parent / "docs" / "examples"
+
+
+@pytest.mark.parametrize("mode", ["exact", "audited"])
+def test_the_head_of_the_docs(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    example = importlib.import_module("draft_head")
+    model = endless()
+    prompts = [ROWS[0], [5, *ROWS[1], 7]]
+    plan = sc.SparsityPlan(attention=sc.AttentionPlan(budget=16, block_size=8), audit=sc.AuditPlan(window=6, adapt=False))
+    out = example.generate(model, prompts, 12, mode=mode, plan=plan, codegen="eager")
+    assert out.tokens == greedy_tokens(model, prompts, 12)
+    assert out.metrics.to_dict()["total"]["drafted"] > 0
+
+
+def test_the_drafter_of_the_docs() -> None:
+    """The code in docs/drafters.md, as it stands there."""
+    text = (EXAMPLES.parent / "drafters.md").read_text(encoding="utf-8")
+    code = next(part for part in text.split("```python\n")[1:] if "class LastTwo" in part).split("```")[0]
+    model = endless()
+    names = {"sc": sc, "model": model, "prompts": ROWS}
+    exec(code.replace("max_new_tokens=64", "max_new_tokens=12, codegen='eager'"), names)
+    out: Any = names["out"]
+    assert out.tokens == greedy_tokens(model, ROWS, 12)
+    assert out.metrics.to_dict()["total"]["drafted"] > 0
