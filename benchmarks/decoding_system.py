@@ -6,16 +6,24 @@ model agrees with nobody, so outcomes are scripted: each draft is accepted with 
 an audit agrees with each pending token with probability ``--agree``. All else is real: prefill, forwards, one transfer a
 step, what follows from the outcome. For ``hf`` a logits processor raises the tokens that are to be accepted.
 
-A generation warms up for 64 tokens (compiling and capturing among it), is timed for 192, and then profiled: ``outside`` is the
-wall time of a step less the time in which any kernel ran. In audited runs a step is a forward, sparse or dense.
+A generation compiles and captures first, warms up for 64 tokens, is timed for 192, and then profiled: ``outside`` is the wall
+time of a step less the time in which any kernel ran, on average; ``median`` is that of a step's wall time, ``device`` that of its
+graph from launch to end, of ours. In audited runs a step is a forward, sparse or dense.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import json
 import random
+import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -23,10 +31,13 @@ import torch
 
 import spec_compile as sc
 from spec_compile.drafters import Draft, HostDrafter, chain
+from spec_compile.row_verify import CapturedRows
 from spec_compile.sampling import Sampler, Verdict
 
 METHODS = ("hf", "exact", "sparse", "audited")
-DRAFTS, WARM, TIMED, PROFILED = 8, 64, 192, 64
+DRAFTS, WARM, TIMED = 8, 64, 192
+# Steps that are profiled, and tokens for them: no sequence of a batch may end before, which would make its steps cheap.
+PROFILED, TAIL = 12, 160
 
 
 class Watch:
@@ -37,6 +48,8 @@ class Watch:
         self.start: tuple[float, int] | None = None
         self.stop: tuple[float, int] | None = None
         self.steps = self.profiled = 0
+        self.marks: list[float] = []
+        self.spans: list[tuple[Any, Any]] = []
         self.profiler: Any = None
         self.busy_us: float | None = None
 
@@ -47,23 +60,39 @@ class Watch:
                 self.start = (self.now(), tokens)
         elif self.stop is None:
             self.steps += 1
+            # The tokens of the step before are here: no need to wait.
+            self.marks.append(time.perf_counter())
             if tokens >= (WARM + TIMED) * self.batch:
                 self.stop = (self.now(), tokens)
                 if self.cuda:
                     self.profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
                     self.profiler.__enter__()
-        else:
+        elif self.profiler is not None and self.busy_us is None:
             self.profiled += 1
+            if self.profiled == PROFILED:
+                self._read()
+
+    def launch(self, own: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """``own`` between two events, while steps are timed."""
+
+        def launched(step: Any) -> Any:
+            if self.start is None or self.stop is not None:
+                return own(step)
+            span = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            span[0].record()
+            found = own(step)
+            span[1].record()
+            self.spans.append(span)
+            return found
+
+        return launched
 
     def now(self) -> float:
         if self.cuda:
             torch.cuda.synchronize()
         return time.perf_counter()
 
-    def close(self) -> None:
-        """The generation is over: read the profile."""
-        if self.profiler is None:
-            return
+    def _read(self) -> None:
         torch.cuda.synchronize()
         self.profiler.__exit__(None, None, None)
         spans = sorted(
@@ -80,16 +109,18 @@ class Watch:
     def numbers(self) -> dict[str, Any]:
         """
         Raises:
-            RuntimeError: the generation ended before the timed part did.
+            RuntimeError: the generation ended before the timed part did, or the profiled one.
         """
-        if self.start is None or self.stop is None:
-            raise RuntimeError("the generation ended before its timed part did")
+        if self.start is None or self.stop is None or (self.cuda and self.busy_us is None):
+            raise RuntimeError("the generation ended before what was to be measured")
         seconds, tokens = self.stop[0] - self.start[0], self.stop[1] - self.start[1]
         step = seconds / self.steps * 1e3
-        kernels = self.busy_us / max(self.profiled, 1) / 1e3 if self.busy_us is not None else None
+        median = statistics.median(b - a for a, b in itertools.pairwise([self.start[0], *self.marks])) * 1e3
+        kernels = self.busy_us / PROFILED / 1e3 if self.busy_us is not None else None
+        device = statistics.median(first.elapsed_time(last) for first, last in self.spans) if self.spans else None
         return {
-            "tokens_per_second": tokens / seconds, "tokens_per_step": tokens / self.steps, "step_ms": step, "kernels_ms": kernels,
-            "outside_ms": None if kernels is None else step - kernels,
+            "device_ms": device, "tokens_per_second": tokens / seconds, "tokens_per_step": tokens / self.steps, "step_ms": step,
+            "median_ms": median, "kernels_ms": kernels, "outside_ms": None if kernels is None else step - kernels,
         }  # fmt: skip
 
 
@@ -197,7 +228,7 @@ def run_hf(model: Any, prompt: torch.Tensor, args: argparse.Namespace, watch: Wa
     forced = Forced(watch, args.accept, prompt.shape[1], model.config.vocab_size)
     with mock.patch.object(PromptLookupCandidateGenerator, "get_candidates", lambda self, ids, *a, **k: forced.candidates(ids)):
         model.generate(
-            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=WARM + TIMED + PROFILED, do_sample=False,
+            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=WARM + TIMED + TAIL, do_sample=False,
             prompt_lookup_num_tokens=DRAFTS, past_key_values=cache, eos_token_id=None,
             logits_processor=LogitsProcessorList([forced]),
         )  # fmt: skip
@@ -208,59 +239,80 @@ def run_ours(model: Any, prompt: torch.Tensor, args: argparse.Namespace, watch: 
         attention=sc.AttentionPlan(budget=args.budget, index_topk_freq=args.reuse, min_context=0), audit=sc.AuditPlan()
     )
     sampler = type("OneSampler", (ScriptedSampler,), {"accept": args.accept, "agree": args.agree})
-    with mock.patch("spec_compile.generation.Sampler", sampler):
+    launch = watch.launch(CapturedRows._launch)
+    with mock.patch("spec_compile.generation.Sampler", sampler), mock.patch.object(CapturedRows, "_launch", launch):
         out = sc.generate(
             model, prompt.tolist(), drafter=RandomDrafts(watch, model.config.vocab_size), mode=mode,
-            plan=None if mode == "exact" else plan, max_new_tokens=WARM + TIMED + PROFILED, eos_token_id=[], codegen=args.codegen,
+            plan=None if mode == "exact" else plan, max_new_tokens=WARM + TIMED + TAIL, eos_token_id=[], codegen=args.codegen,
+            warm_up=True,
         )  # fmt: skip
     numbers = out.metrics.to_dict()
     return {name: numbers[name] for name in ("forwards", "density", "kv_bytes_per_token", "notes")}
 
 
 def part_system(args: argparse.Namespace, tick: Callable[[str], None], book: Any) -> None:
-    """One row for each point and method."""
-    device = "cpu" if args.tiny else "cuda"
-    if device == "cuda" and not torch.cuda.is_available():
+    """One row for each point and method; on a GPU each in a process of its own.
+
+    A profile slows down all launches of graphs that follow it in a process
+    (https://github.com/pytorch/pytorch/issues/144455).
+    """
+    if not args.tiny and not torch.cuda.is_available():
         raise SystemExit("--part system needs a CUDA device; --tiny tries the script without one")
-    model = build(args, device)
-    for point in args.points:
-        batch, context = (int(part) for part in point.split("x"))
-        needed = (
-            batch * context * 2 * model.config.num_hidden_layers * model.config.num_key_value_heads * model.config.head_dim * 2
-        )
-        for method in args.methods:
-            name = f"{batch} x {context}, {method}"
-            row: dict[str, Any] = {
-                "batch": batch,
-                "context": context,
-                "method": method,
-                "accept": args.accept,
-                "agree": args.agree,
-            }
-            free = torch.cuda.mem_get_info()[0] if device == "cuda" else needed * 2
-            if method == "hf" and batch > 1:
-                book.add({**row, "skipped": "batch"}, f"{name}: transformers' assisted generation is limited to a batch of 1")
-                continue
-            if needed * 1.05 > free:
-                book.add(
-                    {**row, "skipped": "memory"}, f"{name}: K and V take {needed / 1e9:.0f} GB, {free / 1e9:.0f} GB are free"
-                )
-                continue
-            tick(name)
-            prompt = torch.randint(model.config.vocab_size, (batch, context), generator=torch.Generator().manual_seed(0)).to(
-                device
-            )
-            watch = Watch(batch, device == "cuda")
-            try:
-                more = run_hf(model, prompt, args, watch) if method == "hf" else run_ours(model, prompt, args, watch, method)
-                watch.close()
-            except torch.OutOfMemoryError as error:
-                book.add({**row, "skipped": str(error)[:200]}, f"{name}: out of memory")
-                continue
-            finally:
-                if device == "cuda":
-                    torch.cuda.empty_cache()
-            numbers = watch.numbers()
-            outside = "" if numbers["outside_ms"] is None else f", {numbers['outside_ms']:.3f} ms of it outside kernels"
-            book.add({**row, **numbers, **(more or {})}, f"{name}: {numbers['tokens_per_second']:.1f} tokens/s, "
-                     f"{numbers['tokens_per_step']:.2f} tokens and {numbers['step_ms']:.2f} ms a step{outside}")  # fmt: skip
+    rows = [(point, method) for point in args.points for method in args.methods]
+    model: Any = None
+    for point, method in rows:
+        tick(f"{point.replace('x', ' x ')}, {method}")
+        if not args.tiny and len(rows) > 1:
+            row, line = _elsewhere(args, point, method)
+        else:
+            model = model or build(args, "cpu" if args.tiny else "cuda")
+            row, line = measure(model, args, point, method)
+        book.add(row, line)
+
+
+def _elsewhere(args: argparse.Namespace, point: str, method: str) -> tuple[dict[str, Any], str]:
+    """The row and the line of :func:`measure`, run by another process.
+
+    Raises:
+        SystemExit: it failed there.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "row.json"
+        command = [sys.executable, str(Path(__file__).with_name("decoding.py")), "--part", "system", "--json", str(path)]
+        given: dict[str, Any] = {"points": point, "methods": method}
+        given |= {name: getattr(args, name) for name in ("accept", "agree", "budget", "reuse", "layers", "codegen")}
+        for name, value in given.items():
+            command += [f"--{name}", str(value)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode or not path.exists():
+            raise SystemExit(f"{point}, {method}: {done.stderr[-2000:]}")
+        (row,) = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    return row, done.stdout.strip().splitlines()[-1]
+
+
+def measure(model: Any, args: argparse.Namespace, point: str, method: str) -> tuple[dict[str, Any], str]:
+    """A row, and the line that says it."""
+    batch, context = (int(part) for part in point.split("x"))
+    cuda, name = not args.tiny, f"{batch} x {context}, {method}"
+    config = model.config
+    needed = batch * context * 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 2
+    row: dict[str, Any] = {"batch": batch, "context": context, "method": method, "accept": args.accept, "agree": args.agree}
+    if method == "hf" and batch > 1:
+        return {**row, "skipped": "batch"}, f"{name}: transformers' assisted generation is limited to a batch of 1"
+    free = torch.cuda.mem_get_info()[0] if cuda else needed * 2
+    if needed * 1.05 > free:
+        return {**row, "skipped": "memory"}, f"{name}: K and V take {needed / 1e9:.0f} GB, {free / 1e9:.0f} GB are free"
+    prompt = torch.randint(config.vocab_size, (batch, context), generator=torch.Generator().manual_seed(0)).to(model.device)
+    watch = Watch(batch, cuda)
+    try:
+        more = run_hf(model, prompt, args, watch) if method == "hf" else run_ours(model, prompt, args, watch, method)
+    except torch.OutOfMemoryError as error:
+        return {**row, "skipped": str(error)[:200]}, f"{name}: out of memory"
+    numbers = watch.numbers()
+    said = f"{name}: {numbers['tokens_per_second']:.1f} tokens/s, {numbers['tokens_per_step']:.2f} tokens and "
+    said += f"{numbers['step_ms']:.2f} ms a step (median {numbers['median_ms']:.2f})"
+    if numbers["device_ms"] is not None:
+        said += f", {numbers['device_ms']:.2f} ms from launch to end"
+    if numbers["outside_ms"] is not None:
+        said += f", {numbers['outside_ms']:.3f} ms of it outside kernels"
+    return {**row, **numbers, **(more or {})}, said

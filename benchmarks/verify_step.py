@@ -268,7 +268,7 @@ def main() -> None:
     parser.add_argument("--reuse", type=int, default=4, help="layers that share one selection")
     parser.add_argument("--query", default="all", choices=["first", "first_last", "all", "mean"])
     parser.add_argument("--bandwidth", type=float, default=4.3e12, help="bytes per second for the limit")
-    parser.add_argument("--profile", action="store_true", help="also list our kernels by device time")
+    parser.add_argument("--profile", action="store_true", help="also list our kernels by time; slows down later points")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args()

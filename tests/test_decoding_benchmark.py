@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
+import itertools
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -74,12 +77,47 @@ def test_watch_times_what_lies_between_its_marks(benchmarks: Any, monkeypatch: p
     clock = iter([10.0, 14.0])
     watch = system.Watch(2, cuda=False)
     monkeypatch.setattr(watch, "now", lambda: next(clock))
-    for tokens in range(0, 2 * (system.WARM + system.TIMED + system.PROFILED), 8):
+    # Three steps in four take a tenth of a second.
+    ticks = itertools.accumulate(itertools.cycle([0.1, 0.1, 0.5, 0.1]), initial=10.0)
+    next(ticks)
+    monkeypatch.setattr(system.time, "perf_counter", lambda: next(ticks))
+    made: list[Any] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            made.append(self)
+
+        def record(self) -> None:
+            self.at = len(ran)
+
+        def elapsed_time(self, other: Any) -> float:
+            return float(other.at - self.at)
+
+    ran: list[int] = []
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    launch = watch.launch(lambda step: ran.extend([step, step]))
+    for tokens in range(0, 2 * (system.WARM + system.TIMED + system.TAIL), 8):
         watch.mark(tokens)
-    watch.close()
+        launch(tokens)
+    # Two events for each timed launch, between which it ran.
+    assert len(made) == 2 * watch.steps and watch.numbers()["device_ms"] == 2.0
     numbers = watch.numbers()
     assert numbers["tokens_per_second"] == pytest.approx(2 * system.TIMED / 4.0)
     assert numbers["tokens_per_step"] == pytest.approx(8)
+    assert numbers["median_ms"] == pytest.approx(100)
     assert numbers["step_ms"] == pytest.approx(4000 / (2 * system.TIMED / 8))
     with pytest.raises(RuntimeError, match="ended before"):
         system.Watch(1, cuda=False).numbers()
+
+
+def test_a_row_from_a_process_of_its_own(benchmarks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a run on a GPU does for each row, with the toy."""
+    _, system = benchmarks
+    run = subprocess.run
+    monkeypatch.setattr(system.subprocess, "run", lambda command, **more: run([*command, "--tiny"], **more))
+    args = argparse.Namespace(accept=1.0, agree=0.97, budget=0.125, reuse=4, layers=2, codegen="eager")
+    row, line = system._elsewhere(args, "1x64", "exact")
+    assert row["tokens_per_step"] == pytest.approx(9, abs=0.5) and row["context"] == 64
+    assert line.startswith("1 x 64, exact: ") and "tokens/s" in line
+    with pytest.raises(SystemExit, match="1x0, exact"):
+        system._elsewhere(args, "1x0", "exact")
