@@ -30,8 +30,8 @@ from unittest import mock
 import torch
 
 import spec_compile as sc
+from spec_compile.captured_rows import CapturedRows
 from spec_compile.drafters import Draft, HostDrafter, chain
-from spec_compile.row_verify import CapturedRows
 from spec_compile.sampling import Sampler, Verdict
 
 METHODS = ("hf", "exact", "sparse", "audited")

@@ -13,12 +13,13 @@ import torch
 from decoding_cases import endless, greedy_tokens, repeating
 
 import spec_compile as sc
+from spec_compile.captured_rows import CapturedRows
 from spec_compile.decode_loop import DecodingLoop
 from spec_compile.drafters import PromptLookup, Scripted
 from spec_compile.models import zoo
 from spec_compile.models.row_cache import sequence_cache
 from spec_compile.options import Options
-from spec_compile.row_verify import CapturedRows, RowVerify
+from spec_compile.row_verify import RowVerify
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -12,12 +12,13 @@ from torch import Tensor
 import spec_compile as sc
 from spec_compile import AttentionPlan, FfnPlan, MoePlan, SparsityPlan, row_verify, step_graph, verify
 from spec_compile.backend import switch_of
+from spec_compile.captured_rows import CapturedRows
 from spec_compile.errors import CacheError
 from spec_compile.kernels import mlp
 from spec_compile.models.row_cache import RowCache, sequence_cache
 from spec_compile.models.zoo import VOCAB, build
 from spec_compile.options import Options
-from spec_compile.row_verify import CapturedRows, RowVerify
+from spec_compile.row_verify import RowVerify
 from spec_compile.step_graph import StepGraph, StepGraphs
 
 SPARSE = SparsityPlan(attention=AttentionPlan(budget=24, block_size=8, index_topk_freq=2, query="all", min_context=0))
