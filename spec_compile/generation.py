@@ -144,8 +144,8 @@ def generate(
         sizes.append(min(MOST_ROWS, window + chosen.max_drafts + 1))
     verify = RowVerify(model, cache, settings, sizes, keep_hidden=getattr(chosen, "needs_hidden", False))
     if warm_up:
-        steps = {"exact": [(sizes[0], False)], "sparse": [(sizes[0], True)]}
-        verify.warm_up(steps.get(mode) or [*((sizes[0], kind) for kind in (False, True)), (sizes[-1], False)])
+        audits = [(sizes[0], False), (sizes[-1], False)] if mode == "audited" else []
+        verify.warm_up([(sizes[0], mode != "exact"), *audits])
     with _bar(progress, len(prompts) * max_new_tokens) as told:
         parts = (verify, chosen, sampler, stopping, stream, metrics, prompts, settings.plan, told)
         loop = DecodingLoop(*parts)

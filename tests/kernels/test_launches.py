@@ -20,7 +20,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BLOCK = 16
 
 
-@pytest.fixture
+@pytest.fixture(params=[pytest.param("gpu", marks=pytest.mark.gpu), "any"])
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the kernels that are launched."""
     names: list[str] = []
@@ -38,7 +38,6 @@ def layer(slots: int = 320, rows: int = 4) -> tuple[Any, ...]:
     return q, k, mask, library.live_blocks(mask, BLOCK), torch.tensor([slots - rows], device=DEVICE)
 
 
-@pytest.mark.parametrize("on", [pytest.param("gpu", marks=pytest.mark.gpu), "any"])
 @pytest.mark.parametrize(
     "aggregate, joint, wanted",
     [
@@ -49,7 +48,7 @@ def layer(slots: int = 320, rows: int = 4) -> tuple[Any, ...]:
         ("softmax", False, ["_row_sums_kernel", "_score_kernel", "_contest_kernel"]),
     ],
 )
-def test_an_anchor_selects_in_two_launches(on: str, aggregate: str, joint: bool, wanted: list[str], launched: list[str]) -> None:
+def test_launches_of_a_selection(aggregate: str, joint: bool, wanted: list[str], launched: list[str]) -> None:
     q, k, _, lists, position = layer()
     gate = torch.zeros(1, dtype=torch.int64, device=DEVICE)
     summary = summarize_blocks(k, BLOCK, "mean")
@@ -61,17 +60,15 @@ def test_an_anchor_selects_in_two_launches(on: str, aggregate: str, joint: bool,
     assert ids.shape == (1, 2, 20) and 0 < int(count.sum()) < 40
 
 
-@pytest.mark.parametrize("on", [pytest.param("gpu", marks=pytest.mark.gpu), "any"])
-def test_a_follower_takes_a_launch_and_its_reduction(on: str, launched: list[str]) -> None:
+def test_a_follower_takes_a_launch_and_its_reduction(launched: list[str]) -> None:
     q, k, mask, lists, _ = layer()
     launched.clear()
     attention_triton(q, k, k, mask, *lists, BLOCK, 0.25, 0.0, None)
     assert launched == ["_split_kernel", "_reduce_kernel"]
 
 
-@pytest.mark.parametrize("on", [pytest.param("gpu", marks=pytest.mark.gpu), "any"])
 @pytest.mark.parametrize("anchors", [1, 5])
-def test_summaries_of_all_anchors_take_two(on: str, anchors: int, launched: list[str]) -> None:
+def test_summaries_of_all_anchors_take_two(anchors: int, launched: list[str]) -> None:
     """The first looks whether somebody else has written the cache."""
     _, k, _, _, position = layer()
     keys = [k + i for i in range(anchors)]
