@@ -450,3 +450,21 @@ def test_what_the_kernels_leave_to_the_reference() -> None:
     assert "dtypes" in str(why_not(c.q.half(), c.summary, "all", "max"))
     assert "more than 128" in str(why_not(torch.zeros(1, 60, 5, 8), c.summary, "all", "max"))
     assert "head dim 512" in str(why_not(torch.zeros(1, 6, 5, 512), c.summary, "all", "max"))
+
+
+@pytest.mark.parametrize("recent", [0, 1])
+@pytest.mark.parametrize("heads", ["own", "pooled"])
+def test_blocks_without_a_representative_stay_out_of_a_contest_over_given_scores(heads: str, recent: int) -> None:
+    """Also in a list that leaves no block out: the draft rows' own block is kept, whatever it is given."""
+    c = case()
+    scores = torch.randn(2, 2, 19, generator=torch.Generator().manual_seed(1))
+    # Of the second sequence, which has no padding, blocks 0..10 are live, and rows begin in block 10.
+    scores[1, :, 10] = -100.0
+    scores[1, :, 9] = 100.0
+    rule = Rule(heads=heads, sink=0, recent=recent)
+    found, wanted = (select(replace(c, scores=scores), rule, kernel) for kernel in ("triton", "reference"))
+    for a, b in zip(found, wanted, strict=True):
+        assert torch.equal(a, b)
+    for ids, count in zip(found[0][1], found[1][1]):
+        kept = ids[: int(count)].tolist()
+        assert len(kept) == 4 and kept[-2:] == [9, 10]
